@@ -1,0 +1,179 @@
+"""Bad input is refused here, before any work: every error names the argument, what was expected and what came."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flathead import kernels
+from flathead.vocab_math import STATS, Scaling, accumulate_dtype
+from flathead.vocab_shard import VocabShard
+
+
+class Options(NamedTuple):
+    """What `token_stats` and `linear_token_stats` share, checked; travels as one object."""
+
+    stats: tuple[str, ...]
+    softcap: float | None
+    logit_scale: float
+    ignore_index: int
+    chunk_size: int | None
+    memory_budget: int | None
+    inplace_backward: bool
+    impl: str
+
+
+def require(condition: bool, name: str, expected: object, got: object) -> None:
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_options(options: Options) -> Options:
+    stats = options.stats
+    require(isinstance(stats, tuple | list) and len(stats) > 0, "stats", f"one or more of {STATS}", repr(stats))
+    for name in stats:
+        require(name in STATS, "stats", f"names out of {STATS}", repr(name))
+    for name in ("chunk_size", "memory_budget"):
+        value = getattr(options, name)
+        require(value is None or (_is_int(value) and value > 0), name, "a positive int or None", repr(value))
+    cap, scale = options.softcap, options.logit_scale
+    positive = "a positive finite number"
+    require(cap is None or (_is_number(cap) and 0 < cap < math.inf), "softcap", positive + " or None", repr(cap))
+    require(_is_number(scale) and 0 < scale < math.inf, "logit_scale", positive, repr(scale))
+    require(_is_int(options.ignore_index), "ignore_index", "an int", repr(options.ignore_index))
+    require(isinstance(options.inplace_backward, bool), "inplace_backward", "a bool", repr(options.inplace_backward))
+    kernels.resolve(options.impl)
+    return options._replace(stats=tuple(name for name in STATS if name in stats))
+
+
+def check_floating(name: str, tensor: object) -> None:
+    require(isinstance(tensor, Tensor), name, "a tensor", type(tensor).__name__)
+    assert isinstance(tensor, Tensor)
+    floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    require(tensor.dtype in floats, f"{name}.dtype", "float16, bfloat16, float32 or float64", tensor.dtype)
+    require(tensor.ndim >= 1, f"{name}.shape", "at least one dimension", tuple(tensor.shape))
+
+
+def check_labels(labels: Tensor | None, lead: torch.Size, like: Tensor, options: Options) -> None:
+    """Shape, dtype and device; the range is checked by `check_label_range`, where the vocabulary is known."""
+    if labels is None:
+        require("log_prob" not in options.stats, "labels", "a tensor, since log_prob is asked for", "None")
+        return
+    require(isinstance(labels, Tensor), "labels", "an int64 tensor", type(labels).__name__)
+    require(labels.dtype == torch.int64, "labels.dtype", "torch.int64", labels.dtype)
+    require(labels.shape == lead, "labels.shape", f"{tuple(lead)}, the leading shape", tuple(labels.shape))
+    require(labels.device == like.device, "labels.device", like.device, labels.device)
+
+
+def check_label_range(labels: Tensor | None, mask: Tensor | None, vocab_size: int, ignore_index: int) -> Tensor | None:
+    """Labels of live rows lie in [0, vocab_size), padding excluded. Returns which rows are ignored; None: none."""
+    if labels is None or labels.numel() == 0:
+        return None
+    ignored = labels == ignore_index
+    bad = ((labels < 0) | (labels >= vocab_size)) & ~ignored
+    if mask is not None:
+        bad &= mask
+    if bad.any():
+        expected = f"ids in [0, {vocab_size}) or ignore_index {ignore_index}"
+        require(False, "labels", expected, f"{labels[bad][0].item()} at index {tuple(bad.nonzero()[0].tolist())}")
+    return ignored if bool(ignored.any()) else None
+
+
+def check_mask(mask: Tensor | None, lead: torch.Size, like: Tensor) -> None:
+    if mask is None:
+        return
+    require(isinstance(mask, Tensor), "mask", "a bool tensor", type(mask).__name__)
+    require(mask.dtype == torch.bool, "mask.dtype", "torch.bool", mask.dtype)
+    require(mask.shape == lead, "mask.shape", f"{tuple(lead)}, the leading shape", tuple(mask.shape))
+    require(mask.device == like.device, "mask.device", like.device, mask.device)
+
+
+def check_overwritable(tensor: Tensor, options: Options) -> None:
+    """inplace_backward needs a place of its own for every row, and rows that still hold what they should."""
+    if getattr(tensor, "_flathead_overwritten_at", None) == tensor._version:
+        raise ValueError(
+            "inplace_backward: this tensor holds the gradient an earlier backward wrote over it; use a fresh one"
+        )
+    shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    require(
+        not (options.inplace_backward and shared),
+        "inplace_backward",
+        "memory of its own for every row",
+        "an expanded tensor",
+    )
+
+
+def check_shard(shard: VocabShard | None, width: int, vocab_size: int | None, name: str) -> VocabShard:
+    """The shard of a tensor with `width` local columns; `vocab_size` alone means one rank with padding at the end."""
+    if vocab_size is not None:
+        require(_is_int(vocab_size) and vocab_size > 0, "vocab_size", "a positive int or None", repr(vocab_size))
+    if shard is None:
+        require(width > 0, f"{name}.shape", "at least one column of vocabulary", width)
+        if vocab_size is not None:
+            require(vocab_size <= width, "vocab_size", f"at most the {width} columns of {name}", vocab_size)
+        return VocabShard(0, width, vocab_size or width)
+    require(isinstance(shard, VocabShard), "shard", "a flathead.VocabShard or None", type(shard).__name__)
+    require(width == shard.width, f"{name}.shape", f"{shard.width} columns as the shard says", width)
+    if vocab_size is not None:
+        require(vocab_size == shard.vocab_size, "vocab_size", f"{shard.vocab_size} as the shard says", vocab_size)
+    return shard
+
+
+def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """hidden (..., H), weight (V_local, H), bias (V_local): returns the dtype their product is computed in."""
+    require(weight.ndim == 2, "weight.shape", "(V_local, H)", tuple(weight.shape))
+    width = hidden.shape[-1]
+    require(
+        weight.shape[1] == width, "weight.shape", f"(V_local, {width}), as hidden has H = {width}", tuple(weight.shape)
+    )
+    require(weight.device == hidden.device, "weight.device", hidden.device, weight.device)
+    if bias is not None:
+        check_floating("bias", bias)
+        require(bias.shape == weight.shape[:1], "bias.shape", tuple(weight.shape[:1]), tuple(bias.shape))
+        require(bias.device == hidden.device, "bias.device", hidden.device, bias.device)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    require(weight.dtype == hidden.dtype, "weight.dtype", f"{hidden.dtype} as hidden, or autocast", weight.dtype)
+    if bias is not None:
+        require(bias.dtype == hidden.dtype, "bias.dtype", f"{hidden.dtype} as hidden, or autocast", bias.dtype)
+    return hidden.dtype
+
+
+def scaling_of(temperature: float | Tensor, lead: torch.Size, like: Tensor, options: Options) -> Scaling:
+    """The way from logits to x; a temperature tensor is broadcast to `lead`, in the accumulation dtype."""
+    scale = 1.0 if options.softcap is not None else float(options.logit_scale)
+    inner = float(options.logit_scale) if options.softcap is not None else 1.0
+    cap = None if options.softcap is None else float(options.softcap)
+    if not isinstance(temperature, Tensor):
+        positive = _is_number(temperature) and 0 < temperature < math.inf
+        require(positive, "temperature", "a positive finite number or tensor", repr(temperature))
+        return Scaling(scale / float(temperature), cap, inner)
+    require(
+        not temperature.requires_grad, "temperature", "a tensor without gradient; call .detach()", "requires_grad=True"
+    )
+    require(
+        temperature.device == like.device or temperature.ndim == 0,
+        "temperature.device",
+        like.device,
+        temperature.device,
+    )
+    try:
+        values = temperature.to(like.device, accumulate_dtype(like.dtype)).expand(lead)
+    except RuntimeError:
+        raise ValueError(
+            f"temperature.shape: expected to broadcast to {tuple(lead)}, got {tuple(temperature.shape)}"
+        ) from None
+    if not values.is_meta and values.numel():
+        fine = (values > 0) & (values < math.inf)
+        require(bool(fine.all()), "temperature", "positive finite values", values[~fine][:1].tolist())
+    return Scaling(scale / values, cap, inner)
