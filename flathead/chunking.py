@@ -52,14 +52,14 @@ def head_tiles(
     """Tiles for `tokens` rows against `columns` rows of the head weight (V_local, H), within `budget` bytes.
 
     A tile keeps its logits (overwritten by their gradient), one product with the weight tile, the weight tile cast to
-    the computing dtype and its gradient in fp32, and two fp32 copies of `rows` rows. The token tile is as large as the
-    budget allows: every weight-gradient tile is then finished, and written, once.
+    the computing dtype, its gradient in that dtype and in fp32, and two fp32 copies of `rows` rows. The token tile is
+    as large as the budget allows: every weight-gradient tile is then finished, and written, once.
     """
     itemsize, width = dtype.itemsize, max(weight.shape[-1], 1)
     budget = default_budget(weight.device) if budget is None else budget
     elements = max(budget // 64, 2**12)
     rest = max(budget - 8 * elements, budget // 2)
-    per_column = width * (4 + itemsize)  # fp32 gradient and cast of one row of the weight tile
+    per_column = width * (4 + 2 * itemsize)  # of the weight tile: fp32 gradient, cast, product
     tile_columns = min(columns, max(16, min(1024, rest // 4 // per_column)))
     tile_tokens = chunk_size or (rest - tile_columns * per_column) // ((tile_columns + width) * itemsize)
     tile_tokens = min(max(tile_tokens, 1), max(tokens, 1))
@@ -87,7 +87,7 @@ class RowLayout:
     """Rows of a tensor (..., V) of any strides, seen as few dimensions as possible without a copy.
 
     Leading dimensions are sorted by stride and joined where memory allows: contiguous and transposed tensors
-    become (N, V); a slice such as `logits[:, :-1]` stays (B, T, V). Per-row tensors of the original leading shape follow along.
+    become (N, V); a slice such as `logits[:, :-1]` stays (B, T, V). Per-row tensors are brought to the same order.
     """
 
     def __init__(self, tensor: Tensor) -> None:

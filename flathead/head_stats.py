@@ -199,7 +199,7 @@ def _gradients(
     """Fill the gradients: hidden's in fp32 over all columns, weight's and bias's tile by tile."""
     buffer, acc = head.new_logits(tokens.hidden.device), vocab_math.accumulate_dtype(head.dtype)
     for columns, weight_WH, bias_W in head.columns():
-        grad_WH = None if grad_weight is None else _weight_tile(grad_weight[columns], acc)
+        grad_WH = None
         grad_W = None if grad_bias is None else torch.zeros(len(weight_WH), dtype=acc, device=buffer.device)
         for at, place in tokens.pieces:
             hidden_CH = tokens.tile(at)
@@ -210,12 +210,12 @@ def _gradients(
                 kernel.row_gradient(logits_CW[chunk], label, *values, logits_CW[chunk])
             if grad_MH is not None:
                 _add_product(grad_MH[place], logits_CW, weight_WH)
-            if grad_WH is not None:
-                _add_product(grad_WH, logits_CW.T, hidden_CH)
+            if grad_weight is not None:
+                grad_WH = _running_product(grad_WH, logits_CW.T, hidden_CH, acc)
             if grad_W is not None:
                 grad_W += logits_CW.sum(0, dtype=acc)
-        if grad_weight is not None and grad_WH is not None and grad_weight.dtype != acc:
-            grad_weight[columns] = grad_WH
+        if grad_weight is not None:
+            grad_weight[columns] = 0.0 if grad_WH is None else grad_WH
         if grad_bias is not None and grad_W is not None:
             grad_bias[columns] = grad_W
     for padding in (grad_weight, grad_bias):
@@ -223,11 +223,10 @@ def _gradients(
             padding[len(head.weight) :].zero_()
 
 
-def _weight_tile(grad_weight_WH: Tensor, acc: torch.dtype) -> Tensor:
-    """Where a tile of the weight gradient is summed: in place if the gradient is fp32, else in a tile of its own."""
-    if grad_weight_WH.dtype == acc:
-        return grad_weight_WH.zero_()
-    return torch.zeros_like(grad_weight_WH, dtype=acc)
+def _running_product(total: Tensor | None, a: Tensor, b: Tensor, acc: torch.dtype) -> Tensor:
+    """total + a @ b; a lone product, one token tile, needs no fp32 sum."""
+    product = torch.mm(a, b)
+    return product if total is None else total.to(acc).add_(product)
 
 
 def _chunks(place: slice, rows: int) -> Iterator[tuple[slice, slice]]:
@@ -241,7 +240,7 @@ def _scatter(grad_MH: Tensor, hidden: Tensor, layout: RowLayout, index: tuple | 
     """The fp32 gradient of the live rows (M, H) -> hidden's shape and dtype, 0 in the others."""
     grad = layout.view(hidden.detach()) if inplace else None
     if index is None:
-        whole = grad_MH.view(*layout.shape, -1)
+        whole = grad_MH.view(*layout.shape, grad_MH.shape[1])
         grad = whole.to(hidden.dtype) if grad is None else grad.copy_(whole)
     else:
         grad = hidden.new_zeros((*layout.shape, hidden.shape[-1])) if grad is None else grad.zero_()

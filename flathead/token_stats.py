@@ -2,8 +2,8 @@
 
 Two autograd functions over whole tensors, with the chunk loop inside. Forward: every chunk is read once and reduced
 to five numbers a row (`vocab_math.partials`); with the vocabulary sharded over tensor-parallel ranks, one all-gather of
-those makes whole rows. Backward: the probabilities are recomputed from the saved inputs and four numbers a row, and the gradient
-is written once. Nothing of size N x V is ever kept, and from hidden states none is ever made.
+those makes whole rows. Backward: the probabilities are recomputed from the saved inputs and four numbers a row, and the
+gradient is written once. Nothing of size N x V is ever kept, and from hidden states none is ever made.
 
 The idea of recomputing instead of keeping the logits is that of cut cross-entropy (Wijmans et al., arXiv:2411.09009).
 """
@@ -62,7 +62,7 @@ def token_stats(
 ) -> TokenStats:
     """Statistics of `softmax(softcap(logits * logit_scale) / temperature)` per row, with exact gradients.
 
-    Shapes: logits (..., V_local) floating, any strides; labels (...) int64, global ids (None if log_prob is not asked for);
+    Shapes: logits (..., V_local) floating, any strides; labels (...) int64, global ids (None without log_prob);
     temperature a number, or a tensor that broadcasts to (...). Layout: logits S(-1)@TP -> statistics replicated@TP.
 
     shard: the columns this rank holds; None: this tensor is the whole vocabulary. A DTensor brings its own.
@@ -116,13 +116,13 @@ def linear_token_stats(
     Layout: hidden replicated@TP, weight S(0)@TP -> statistics replicated@TP; hidden's gradient is summed over TP once.
     A DTensor weight brings its own shard; sequence-parallel DTensor hidden states are gathered.
 
-    The product is made in tiles (tokens x columns) within `memory_budget` bytes, `chunk_size` tokens at a time if given.
+    The product is made in tiles (tokens x columns) within `memory_budget` bytes, of `chunk_size` tokens if given.
     Tiles are computed in hidden's dtype, or in autocast's: fp32 master weights are then cast tile by tile and keep an
     fp32 gradient. Gradients are accumulated in fp32: for hidden in N x H x 4 bytes, for weight tile by tile.
     inplace_backward: hidden's gradient overwrites hidden; it, and this graph, can then not be used again.
 
-    Costs: four products of N x H x V; one all-gather of 20 bytes a row in forward, one all-reduce of the hidden gradient
-    in backward. Errors: ValueError for any bad argument, before any work.
+    Costs: four products of N x H x V; one all-gather of 20 bytes a row in forward, one all-reduce of the hidden
+    gradient in backward. Errors: ValueError for any bad argument, before any work.
     """
     options = check_options(
         Options(stats, softcap, logit_scale, ignore_index, chunk_size, memory_budget, inplace_backward, impl)

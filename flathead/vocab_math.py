@@ -12,8 +12,8 @@ exactly. `merge` joins the numbers of two pieces and is associative; `finish` tu
 
     log_prob = y - ln s     entropy = ln s - t/s     sum_pi_squared = q/s^2     logsumexp = beta m + ln s
 
-and `row_gradient` is their exact gradient. Everything is computed in fp32 (fp64 for fp64 logits), row by row: the result
-of a row depends neither on its neighbours nor on how many of them are computed at a time.
+and `row_gradient` is their exact gradient. Everything is computed in fp32 (fp64 for fp64 logits), row by row: the
+result of a row depends neither on its neighbours nor on how many of them are computed at a time.
 
 The running maximum and rescaled sums are those of online softmax (Milakov & Gimelshein, arXiv:1805.02867).
 """
@@ -175,7 +175,8 @@ def row_coefficients(
 ) -> RowCoefficients:
     """The coefficients of a row's gradient from the upstream gradients {name: (...)} that arrived.
 
-    dx_v = g_lp (1[v=label] - p_v) - g_H p_v (ln p_v + H) + 2 g_q p_v (p_v - sum_pi_squared) + g_lse p_v,  ln p_v = z_v - ln s
+    dx_v = g_lp (1[v=label] - p_v) - g_H p_v (ln p_v + H) + 2 g_q p_v (p_v - sum_pi_squared) + g_lse p_v
+    with ln p_v = z_v - ln s
     """
     g_lp, g_h, g_q, g_lse = (grads.get(name) for name in STATS)
     constant = torch.zeros_like(ln_s)
