@@ -59,9 +59,13 @@ class Scaling(NamedTuple):
 
 
 def _shift(u: Tensor, m: Tensor, beta: float | Tensor) -> Tensor:
-    """z = beta (u - m), (..., V), a new tensor. A piece without any finite logit has m = -inf and gives z = -inf."""
+    """z = beta (u - m), a new tensor (..., V). A piece without any finite logit has m = -inf and gives z = -inf.
+
+    Contiguous whatever the strides of u: the order of a sum, and so its last bit, follows the memory.
+    """
     base = m.masked_fill(m == -math.inf, 0.0).unsqueeze(-1)
-    z = u - base if u.dtype == base.dtype else u.to(base.dtype).sub_(base)
+    rows = torch.contiguous_format
+    z = (u - base).contiguous() if u.dtype == base.dtype else u.to(base.dtype, memory_format=rows).sub_(base)
     if isinstance(beta, Tensor):
         return z.mul_(beta.unsqueeze(-1))
     return z if beta == 1.0 else z.mul_(beta)
@@ -92,7 +96,7 @@ def partials(logits: Tensor, label: Tensor | None, scaling: Scaling, stats: tupl
     if width == 0:
         return out
     u = scaling.cap(logits)
-    torch.amax(u.detach(), -1, out=out[0]) if u.dtype == out.dtype else out[0].copy_(u.amax(-1))
+    out[0] = u.amax(-1)
     z = _shift(u, out[0], scaling.beta)
     if label is not None and "log_prob" in stats:
         here = (label >= 0) & (label < width)
