@@ -125,9 +125,7 @@ class PackedBatch:
 
     def unpack(self, values_N: Tensor) -> list[Tensor]:
         """Per sequence the values at its response entries, one for each response token."""
-        return [
-            values_N[start:stop][self.response_mask_N[start:stop]] for start, stop in pairwise(self.cu_seqlens)
-        ]
+        return [values_N[start:stop][self.response_mask_N[start:stop]] for start, stop in pairwise(self.cu_seqlens)]
 
     def replace(self, **changes: Tensor) -> "PackedBatch":
         return self._with(changes)
