@@ -60,6 +60,16 @@ def check_head(model: HuggingFaceModel) -> None:
         )
 
 
+def check_model(model: HuggingFaceModel) -> None:
+    """Errors: ValueError unless logits and loss of this model come about as this module says (see `install`)."""
+    check_head(model)
+    signature = inspect.signature(model.forward)
+    if "labels" not in signature.parameters:
+        raise ValueError(f"model: expected a causal LM with `labels`, got {type(model).__name__}{signature}")
+    if all(type(p) in (nn.Parameter, Tensor) and not p.is_meta for p in model.parameters()):
+        _probe(model)
+
+
 def read_head(model: HuggingFaceModel) -> Head:
     """The head as it is now: under FSDP, whole only inside the model's forward."""
     module, config = model.get_output_embeddings(), model.config.get_text_config()
@@ -90,6 +100,19 @@ def replaced_loss(model: HuggingFaceModel, loss_fn: Callable[..., Tensor]) -> It
         del model._loss_function
         if before is not None:
             model.loss_function = before
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, without gradient and in evaluation mode; every module finds its own mode again."""
+    modes = {part: part.training for part in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, training in modes.items():
+            part.training = training
 
 
 def no_logits(hidden: Tensor) -> Tensor:
@@ -192,12 +215,8 @@ def install(model: HuggingFaceModel) -> HuggingFaceModel:
     """
     if isinstance(vars(model).get("forward"), FlatForward):
         raise ValueError(f"install: this {type(model).__name__} has the flat head already; uninstall(model) undoes it")
-    check_head(model)
+    check_model(model)
     signature = inspect.signature(model.forward)
-    if "labels" not in signature.parameters:
-        raise ValueError(f"model: expected a causal LM with `labels`, got {type(model).__name__}{signature}")
-    if all(type(p) in (nn.Parameter, Tensor) and not p.is_meta for p in model.parameters()):
-        _probe(model)
     model.forward = FlatForward(model, model.forward, _with_options(signature))
     return model
 
@@ -269,14 +288,8 @@ def _probe(model: HuggingFaceModel) -> None:
         seen["logits"] = logits
         return logits.new_zeros(())
 
-    modes = {part: part.training for part in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad(), replaced_head(model, head_fn), replaced_loss(model, loss_fn):
-            model(input_ids=ids, labels=ids)
-    finally:
-        for part, training in modes.items():
-            part.training = training
+    with evaluating(model), replaced_head(model, head_fn), replaced_loss(model, loss_fn):
+        model(input_ids=ids, labels=ids)
     if seen["heads"] != 1 or seen["hidden"] != ids.shape or "logits" not in seen:
         raise ValueError(f"model: {name} does not make its loss from one product of its head with every hidden state")
     expected = shown * head.logit_scale
