@@ -1,0 +1,1 @@
+"""The YAML tree; Hydra finds it as a package."""
