@@ -135,7 +135,7 @@ class Engine(ABC):
     def token_stats(
         self, batch: PackedBatch, stats: tuple[str, ...] = ("log_prob", "entropy"), *, temperature: float = 1.0
     ) -> TokenStats:
-        """The statistics (N) of the response entries in the batch's order, 0 elsewhere; nothing is kept for backward."""
+        """The statistics (N) of the response entries in the batch's order, 0 elsewhere; keeps nothing for backward."""
         self.train_mode(False)
         parts, micros = self._micro_batches(batch)
         with torch.no_grad():

@@ -36,6 +36,8 @@ class FSDPEngine(Engine):
     packed attention is not what this engine takes them for.
     """
 
+    config: FSDPEngineConfig
+
     def __init__(self, model: HuggingFaceModel, config: FSDPEngineConfig, optim: OptimConfig) -> None:
         check_engine_config(config)
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -57,7 +59,7 @@ class FSDPEngine(Engine):
         self.optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=optim.lr,
-            betas=tuple(optim.betas),
+            betas=(optim.betas[0], optim.betas[1]),
             eps=optim.eps,
             weight_decay=optim.weight_decay,
             foreach=False if self.tp_size > 1 else None,  # DTensors of two meshes do not go into one foreach call
@@ -96,7 +98,7 @@ class FSDPEngine(Engine):
     def _dtype(self) -> torch.dtype:
         return getattr(torch, self.config.dtype)
 
-    def autocast(self) -> AbstractContextManager[None]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """In one process: computes in `config.dtype` with the fp32 weights; FSDP2 casts them itself."""
         if self.dp_group is not None or self.config.dtype == "float32":
             return nullcontext()
@@ -153,9 +155,7 @@ class FSDPEngine(Engine):
         return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
 
     def save_pretrained(self, path: str | Path) -> None:
@@ -224,8 +224,8 @@ def _check_packing(model: HuggingFaceModel) -> None:
     packed, alone = hidden[0][4:], hidden[1]
     if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
         raise ValueError(
-            f"model: {type(model).__name__} with attention {model.config._attn_implementation} lets packed sequences see "
-            "each other; it must make its mask from position_ids (sdpa, eager and flash attention do)"
+            f"model: {type(model).__name__} with attention {model.config._attn_implementation} lets packed sequences "
+            "see each other; it must make its mask from position_ids (sdpa, eager and flash attention do)"
         )
 
 

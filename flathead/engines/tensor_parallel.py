@@ -28,7 +28,8 @@ def check_tensor_parallel(model: HuggingFaceModel, tp: int) -> None:
     config = model.config
     if config.model_type not in _FAMILIES:
         raise ValueError(
-            f"tensor_parallel_size {tp}: expected a model of {', '.join(_FAMILIES)}, got {config.model_type}; set it to 1"
+            f"tensor_parallel_size {tp}: expected a model of {', '.join(_FAMILIES)}, got {config.model_type}; "
+            "set it to 1"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         size = getattr(config, name)

@@ -1,0 +1,188 @@
+"""The contract: what any engine, in any layout, on any rank, must do. Every function here is one case of it."""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from flathead.batch import PackedBatch
+from flathead.engines import base
+from flathead.engines.base import Engine
+from tests.engine_contract.engines import ENGINES, Row
+from tests.engine_contract.reference import OPTIM, STATS, STEPS, TEMPERATURE, ModelCase, loss_fn, truth, whole_batch
+from tests.support.memory import TensorMemory
+
+MODELS = [ModelCase(family, tied) for family in ("qwen3", "llama") for tied in (True, False)]
+ONE = ModelCase("qwen3", True)
+PATHS: dict[str, dict[str, Any]] = {
+    "fused": {"lm_head": "fused"},
+    "fused-chunked": {
+        "lm_head": "fused",
+        "entropy_from_logits_with_chunking": True,
+        "entropy_from_logits_chunk_size": 3,
+    },
+    "logits": {"lm_head": "logits", "max_token_len_per_gpu": 14},
+    "logits-chunked": {
+        "lm_head": "logits",
+        "entropy_from_logits_with_chunking": True,
+        "entropy_from_logits_chunk_size": 3,
+    },
+}
+
+
+def my_sequences(engine: Engine) -> list[int]:
+    """Data-parallel ranks get unequal shares: the first all that the others, with one sequence each, leave."""
+    sequences = list(range(len(whole_batch().lengths)))
+    first = len(sequences) - engine.dp_size + 1
+    return sequences[:first] if engine.dp_rank == 0 else [sequences[first + engine.dp_rank - 1]]
+
+
+def my_batch(engine: Engine) -> PackedBatch:
+    return whole_batch().select(my_sequences(engine))
+
+
+def steps(engine: Engine, count: int = STEPS) -> list[dict[str, float]]:
+    return [engine.train_step(my_batch(engine), loss_fn, STATS, temperature=TEMPERATURE) for _ in range(count)]
+
+
+def assert_same_weights(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-4) -> None:
+    assert got.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(
+            got[name], weight, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def training_equals_the_plain_loop(row: Row, case: ModelCase, path: str) -> None:
+    """Statistics, loss, metrics, gradient norm and weights after two steps: of one process that packs and splits
+    nothing. The micro-batch sizes of the paths differ, and so do the ranks' numbers of micro-batches."""
+    engine, expected = row.make(case.model(), OPTIM, **PATHS[path]), truth(case)
+    stats = engine.token_stats(my_batch(engine), STATS, temperature=TEMPERATURE)
+    rows = whole_batch().rows_of(my_sequences(engine))
+    for name in STATS:
+        torch.testing.assert_close(getattr(stats, name), getattr(expected.stats, name)[rows], rtol=1e-5, atol=1e-5)
+    for got, wanted in zip(steps(engine), expected.steps, strict=True):
+        assert got.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert abs(got[name] - value) <= 1e-5 * max(1.0, abs(value)), f"{name}: {got[name]} instead of {value}"
+    assert_same_weights(dict(engine.full_weights()), expected.weights)
+
+
+def micro_batches_of_any_size_and_checkpointing_give_the_same(row: Row) -> None:
+    expected = truth(ONE)
+    for options in ({"max_token_len_per_gpu": 14}, {"max_token_len_per_gpu": 25}, {"gradient_checkpointing": True}):
+        engine = row.make(ONE.model(), OPTIM, **options)
+        for got, wanted in zip(steps(engine), expected.steps, strict=True):
+            assert abs(got["grad_norm"] - wanted["grad_norm"]) <= 1e-5 * wanted["grad_norm"], options
+        assert_same_weights(dict(engine.full_weights()), expected.weights)
+
+
+def bfloat16_is_close_and_keeps_fp32_masters(row: Row) -> None:
+    for lm_head in ("fused", "logits"):
+        engine, expected = row.make(ONE.model(), OPTIM, dtype="bfloat16", lm_head=lm_head), truth(ONE)
+        for got, wanted in zip(steps(engine), expected.steps, strict=True):
+            assert abs(got["loss"] - wanted["loss"]) <= 0.02, lm_head
+            assert abs(got["grad_norm"] - wanted["grad_norm"]) <= 0.05 * wanted["grad_norm"], lm_head
+        assert {weight.dtype for _, weight in engine.full_weights()} == {torch.float32}
+
+
+def statistics_without_gradient_keep_nothing(row: Row) -> None:
+    for path in ("fused", "logits"):
+        engine = row.make(ONE.model(), OPTIM, **PATHS[path])
+        batch = my_batch(engine)
+        engine.token_stats(batch)  # FSDP2 sets itself up in the first forward
+        with TensorMemory() as memory:
+            stats = engine.token_stats(batch, STATS)
+            assert memory.live <= len(STATS) * 4 * len(batch.input_ids_N), f"{path}: {memory.live} bytes"
+        assert not any(getattr(stats, name).requires_grad for name in STATS)
+
+
+def a_saved_state_continues_as_if_never_interrupted(row: Row) -> None:
+    engine = row.make(ONE.model(), OPTIM)
+    steps(engine, 1)
+    with _shared_directory() as directory:
+        dcp.save(engine.state_dict(), checkpoint_id=directory)
+        uninterrupted, weights = steps(engine, 1), dict(engine.full_weights())
+        resumed = row.make(ONE.model(seed=5), OPTIM)
+        state = resumed.state_dict()
+        dcp.load(state, checkpoint_id=directory)
+        resumed.load_state_dict(state)
+    assert steps(resumed, 1) == uninterrupted
+    assert_same_weights(dict(resumed.full_weights()), weights, tolerance=0.0)
+
+
+def exported_weights_are_whole_and_loadable(row: Row) -> None:
+    for case in MODELS[:2]:
+        model = case.model()
+        expected = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        engine = row.make(model, OPTIM)
+        assert_same_weights(dict(engine.full_weights()), expected, tolerance=0.0)
+        with _shared_directory() as directory:
+            engine.save_pretrained(directory)
+            loaded = AutoModelForCausalLM.from_pretrained(directory)
+        assert type(loaded) is type(case.model())
+        assert_same_weights(dict(loaded.named_parameters()), expected, tolerance=0.0)
+
+
+def options_arrive_at_the_statistics(row: Row) -> None:
+    """The chunk size, the budget and the temperature, as configured, at every call of the library."""
+    chunking = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5}
+    for lm_head, name in (("fused", "linear_token_stats"), ("logits", "token_stats")):
+        budget = {"stats_memory_budget": 12345} if lm_head == "fused" else {}
+        for options in (chunking, {}):
+            engine = row.make(ONE.model(), OPTIM, lm_head=lm_head, **budget, **options)
+            with patch.object(base, name, wraps=getattr(base, name)) as call:
+                engine.token_stats(my_batch(engine), temperature=0.7)
+                steps(engine, 1)
+            assert {c.kwargs["temperature"] for c in call.call_args_list} == {0.7, TEMPERATURE}
+            for c in call.call_args_list:
+                whole = None if lm_head == "fused" else len(c.args[0])
+                assert c.kwargs["chunk_size"] == (5 if options else whole)
+                assert c.kwargs.get("memory_budget") == budget.get("stats_memory_budget")
+
+
+def _shared_directory() -> "_SharedDirectory":
+    return _SharedDirectory()
+
+
+class _SharedDirectory:
+    """One temporary directory for all ranks, gone after all of them are through."""
+
+    def __enter__(self) -> str:
+        self.local = tempfile.TemporaryDirectory()
+        names = [self.local.name]
+        if dist.is_initialized():
+            dist.broadcast_object_list(names, src=0)
+        return str(Path(names[0]))
+
+    def __exit__(self, *_: object) -> None:
+        if dist.is_initialized():
+            dist.barrier()
+        self.local.cleanup()
+
+
+def contract(world: int) -> dict[str, Callable[[int, int], None]]:
+    """The cases for all engines on that many ranks: name -> function of rank and world."""
+    found: dict[str, Callable[[], None]] = {}
+    for row in (row for row in ENGINES if row.world == world):
+        for case, path in product(MODELS, PATHS):
+            found[f"{row.name} {case} {path}"] = partial(training_equals_the_plain_loop, row, case, path)
+        for function in (
+            micro_batches_of_any_size_and_checkpointing_give_the_same,
+            bfloat16_is_close_and_keeps_fp32_masters,
+            statistics_without_gradient_keep_nothing,
+            a_saved_state_continues_as_if_never_interrupted,
+            exported_weights_are_whole_and_loadable,
+            options_arrive_at_the_statistics,
+        ):
+            found[f"{row.name} {function.__name__}"] = partial(function, row)
+    return {name: lambda rank, world, case=case: case() for name, case in found.items()}

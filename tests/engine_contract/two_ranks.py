@@ -1,0 +1,5 @@
+"""What is launched on two processes."""
+
+from tests.engine_contract.contract import contract
+
+CASES = contract(2)
