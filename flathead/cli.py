@@ -56,6 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"flathead: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("flathead: interrupted; the last checkpoint is whole, the same command goes on from it", file=sys.stderr)
+        return 130
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("flathead"):
             raise

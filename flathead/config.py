@@ -255,7 +255,9 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
         if (value := getattr(actor, name)) is not None:
             _at_least(f"{key}.{name}", value, 0)
     if actor.clip_ratio_c is not None and not (1 < actor.clip_ratio_c < math.inf):
-        raise ValueError(f"{key}.clip_ratio_c: expected more than 1, or null for no dual clip, got {actor.clip_ratio_c}")
+        raise ValueError(
+            f"{key}.clip_ratio_c: expected more than 1, or null for no dual clip, got {actor.clip_ratio_c}"
+        )
     if actor.clip_ratio_c is not None and actor.policy_loss.loss_mode != "ppo":
         raise ValueError(f"{key}.clip_ratio_c: expected null with loss_mode={actor.policy_loss.loss_mode}")
 

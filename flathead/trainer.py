@@ -1,0 +1,367 @@
+"""GRPO and its relatives, SPMD: the same program on every process of torchrun, or in one process without it.
+
+A step: sample with the current policy, score, advantages, (old and reference log-probabilities,) one or more optimizer
+steps, new weights to the sampler. What a step does follows from the configuration, the weights and its number alone:
+the questions and the sampling noise are functions of (seed, step), so a resumed run goes on exactly as if never stopped.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from flathead import checkpoint
+from flathead.advantages import ADVANTAGES
+from flathead.batch import PackedBatch
+from flathead.config import TrainConfig, task_settings
+from flathead.data import Question, TaskData
+from flathead.engines.base import Engine
+from flathead.engines.fsdp import FSDPEngine
+from flathead.losses import policy_loss_fn, token_weights
+from flathead.metrics import RunLog, plot_report
+from flathead.pretrained import load_model, load_tokenizer, locate
+from flathead.rollout import Request, Sampler
+from flathead.settings import to_yaml
+
+# What may differ between a run and its continuation: where and how long it runs, not what it computes.
+_FREE = (
+    "trainer.steps",
+    "trainer.run_dir",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.max_ckpt_to_keep",
+    "trainer.resume",
+    "trainer.live",
+    "actor_rollout_ref.actor.fsdp_config",
+    "actor_rollout_ref.ref.fsdp_config",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.rollout.max_num_seqs",
+)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """All responses of one step, on every process: B = prompts x n, samples of a prompt next to each other."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    rewards_B: torch.Tensor
+    advantages_B: torch.Tensor
+
+
+def train(config: TrainConfig) -> int:
+    """Runs or goes on with the training that `config` describes; returns the process's exit code.
+
+    Leaves in the run directory: config.yaml, metrics.jsonl, tensorboard/, checkpoints/, report.png, final/ (the model in
+    Hugging Face format) and result.json. SIGINT and SIGTERM finish the step, save, and end with exit code 0.
+    Errors: ValueError for a model, task or run directory that cannot be used, before the model is loaded.
+    """
+    data, run_dir = config.data, run_directory(config)
+    locate(config.actor_rollout_ref.model.path)
+    parameters, instruction = task_settings(data)
+    task = TaskData(data.task, parameters, instruction=instruction, val_size=data.val_size, seed=data.seed)
+    resumed = _resumable(config, run_dir)
+    if (result := _finished(config, run_dir)) is not None:
+        _say(f"{run_dir} has all its {config.trainer.steps} steps; raise trainer.steps, or set trainer.run_dir")
+        _say(result)
+        return 0
+    tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
+    with _process_group(), _StopSignals() as stop:
+        job = Job(config, task, tokenizer, run_dir)
+        return job.run(resumed, stop)
+
+
+def run_directory(config: TrainConfig) -> Path:
+    return Path(config.trainer.run_dir or f"runs/{config.data.task}-seed{config.trainer.seed}")
+
+
+class Job:
+    """The parts of a training run, and its loop."""
+
+    def __init__(self, config: TrainConfig, task: TaskData, tokenizer: Any, run_dir: Path) -> None:
+        self.config, self.task, self.tokenizer, self.run_dir = config, task, tokenizer, run_dir
+        arr = config.actor_rollout_ref
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._check_prompts()
+        model = load_model(arr.model.path)
+        reference = deepcopy(model) if arr.actor.use_kl_loss else None
+        self.engine: Engine = FSDPEngine(model, arr.actor.fsdp_config, arr.actor.optim)
+        self.reference: Engine | None = None
+        if reference is not None:
+            self.reference = FSDPEngine(reference.requires_grad_(False), arr.ref.fsdp_config, arr.actor.optim)
+        if arr.actor.ppo_mini_batch_size * arr.rollout.n < self.engine.dp_size:
+            raise ValueError(
+                f"actor_rollout_ref.actor.ppo_mini_batch_size: expected at least one response for each of the "
+                f"{self.engine.dp_size} data-parallel ranks, got {arr.actor.ppo_mini_batch_size} prompts x n {arr.rollout.n}"
+            )
+        self.sampler = Sampler(model.config, tokenizer, arr.rollout, self.engine.device)
+        self.loss_fn = policy_loss_fn(
+            loss_mode=arr.actor.policy_loss.loss_mode,
+            clip_ratio_low=arr.actor.clip_ratio if arr.actor.clip_ratio_low is None else arr.actor.clip_ratio_low,
+            clip_ratio_high=arr.actor.clip_ratio if arr.actor.clip_ratio_high is None else arr.actor.clip_ratio_high,
+            clip_ratio_c=arr.actor.clip_ratio_c,
+            entropy_coeff=arr.actor.entropy_coeff,
+            kl_loss_coef=arr.actor.kl_loss_coef if arr.actor.use_kl_loss else 0.0,
+            kl_loss_type=arr.actor.kl_loss_type,
+        )
+
+    def run(self, resumed: Path | None, stop: "_StopSignals") -> int:
+        trainer, first, before = self.config.trainer, 0, None
+        if resumed is not None:
+            state = checkpoint.load(resumed, self.engine)
+            first, before = state["step"], state["before"]
+        self.sampler.sync(self.engine.full_weights())
+        log: AbstractContextManager[RunLog | None] = nullcontext()
+        if self.rank == 0:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            (self.run_dir / "config.yaml").write_text(to_yaml(self.config))
+            log = RunLog(self.run_dir, trainer.steps, to_yaml(self.config), live=trainer.live, first_step=first)
+        with log as lines:
+            note = (lambda text: None) if lines is None else lines.note
+            if resumed is not None:
+                note(f"resumed from {resumed}: {first} of {trainer.steps} steps are done")
+            if before is None:
+                before = self.held_out_accuracy()
+                note(f"held-out accuracy before training: {before:.3f}")
+            for step in range(first, trainer.steps):
+                values = self.step(step)
+                done, stopping = step + 1, stop.agreed()
+                if trainer.test_freq and done % trainer.test_freq == 0:
+                    values["accuracy"] = self.held_out_accuracy()
+                if lines is not None:
+                    lines.log(step, values)
+                if stopping or done % trainer.save_freq == 0 or done == trainer.steps:
+                    self.save(done, before)
+                if stopping and done < trainer.steps:
+                    note(f"stopped; {done} of {trainer.steps} steps are saved, the same command goes on from there")
+                    return 0
+            result = self.finish(before)
+        if self.rank == 0:
+            plot_report(self.run_dir)
+            print(f"trained model: {self.run_dir / 'final'}   curves: {self.run_dir / 'report.png'}")
+            print(result, flush=True)
+        return 0
+
+    def step(self, step: int) -> dict[str, float]:
+        """One batch of prompts: sample, score, learn. Returns what is logged."""
+        started = time.perf_counter()
+        _reset_peak_memory(self.engine.device)
+        samples = self.sample(step)
+        sampled = time.perf_counter()
+        arr = self.config.actor_rollout_ref
+        size = arr.actor.ppo_mini_batch_size * arr.rollout.n
+        minis = [range(start, start + size) for start in range(0, len(samples.prompts), size)]
+        batches = [self.batch(samples, mini) for mini in minis]
+        if len(batches) * arr.actor.ppo_epochs > 1:  # with a single step the policy still is the one that sampled
+            batches = [self.with_log_probs(batch, self.engine, "old_log_prob_N") for batch in batches]
+        if self.reference is not None:
+            batches = [self.with_log_probs(batch, self.reference, "ref_log_prob_N") for batch in batches]
+        sums: dict[str, float] = defaultdict(float)
+        updates = batches * arr.actor.ppo_epochs
+        for batch in updates:
+            learned = self.engine.train_step(batch, self.loss_fn, temperature=arr.rollout.temperature)
+            for name, value in learned.items():
+                sums[name] += value / len(updates)
+        self.sampler.sync(self.engine.full_weights())
+        seconds = time.perf_counter() - started
+        tokens = sum(map(len, samples.prompts)) + sum(map(len, samples.responses))
+        return {
+            "reward": float(samples.rewards_B.mean()),
+            "reward_std": float(samples.rewards_B.std(correction=0)),
+            **sums,
+            "response_length": sum(map(len, samples.responses)) / len(samples.responses),
+            "tokens_per_second": tokens / seconds,
+            "peak_memory_gb": _peak_memory(self.engine.device) / 1e9,
+            "seconds": seconds,
+            "seconds_sampling": sampled - started,
+        }
+
+    def sample(self, step: int) -> Samples:
+        data, rollout, seed = self.config.data, self.config.actor_rollout_ref.rollout, self.config.trainer.seed
+        questions = [self.task.train(step * data.train_batch_size + i) for i in range(data.train_batch_size)]
+        asked = [(i, n, question) for i, question in enumerate(questions) for n in range(rollout.n)]
+        requests = [Request(self.prompt_ids(question), (seed, step, i, n)) for i, n, question in asked]
+        responses = self.sampler.generate(requests, data.max_response_length)
+        rewards_B = torch.tensor([self.score(q, ids) for (_, _, q), ids in zip(asked, responses, strict=True)])
+        group_B = torch.tensor([i for i, _, _ in asked])
+        advantages_B = ADVANTAGES[self.config.algorithm.adv_estimator](rewards_B, group_B)
+        return Samples([r.prompt_ids for r in requests], responses, rewards_B, advantages_B)
+
+    def batch(self, samples: Samples, mini: range) -> PackedBatch:
+        """This data-parallel rank's share of a mini-batch; its loss weights count the tokens of all ranks."""
+        actor = self.config.actor_rollout_ref.actor
+        mine = list(mini)[self.engine.dp_rank :: self.engine.dp_size]
+        batch = PackedBatch.from_sequences([samples.prompts[b] for b in mine], [samples.responses[b] for b in mine])
+        lengths_B = torch.tensor(batch.lengths)
+        weight_N = token_weights(
+            batch.response_mask_N,
+            batch.cu_seqlens,
+            actor.loss_agg_mode,
+            total_tokens=sum(len(samples.responses[b]) for b in mini),
+            total_sequences=len(mini),
+            max_response_length=self.config.data.max_response_length,
+        )
+        return batch.replace(
+            weight_N=weight_N, advantages_N=samples.advantages_B[mine].float().repeat_interleave(lengths_B)
+        )
+
+    def with_log_probs(self, batch: PackedBatch, engine: Engine, name: str) -> PackedBatch:
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        return batch.replace(**{name: engine.token_stats(batch, ("log_prob",), temperature=temperature).log_prob})
+
+    def held_out_accuracy(self) -> float:
+        """The share of held-out questions answered rightly by greedy decoding."""
+        requests = [Request(self.prompt_ids(question), None) for question in self.task.held_out]
+        responses = self.sampler.generate(requests, self.config.data.max_response_length)
+        right = [self.score(q, ids) == 1.0 for q, ids in zip(self.task.held_out, responses, strict=True)]
+        return sum(right) / len(right)
+
+    def score(self, question: Question, response_ids: list[int]) -> float:
+        return self.task.score(question, self.tokenizer.decode(response_ids, skip_special_tokens=True))
+
+    def prompt_ids(self, question: Question) -> list[int]:
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer(question.text)["input_ids"]
+        messages = [{"role": "user", "content": question.text}]
+        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+    def _check_prompts(self) -> None:
+        limit, first = self.config.data.max_prompt_length, range(self.config.data.train_batch_size)
+        for question in [*self.task.held_out, *map(self.task.train, first)]:
+            if (length := len(self.prompt_ids(question))) > limit:
+                raise ValueError(
+                    f"data.max_prompt_length: expected at least the {length} tokens of {question.text[:60]!r}, got {limit}"
+                )
+
+    def save(self, done: int, before: float) -> None:
+        checkpoint.save(self.run_dir, done, self.engine, {"before": before}, self.config.trainer.max_ckpt_to_keep)
+
+    def finish(self, before: float) -> str:
+        """Evaluates, writes final/ and result.json; returns the closing line."""
+        after = self.held_out_accuracy()
+        made = self.run_dir / ".final.partial"
+        self.engine.save_pretrained(made)
+        if self.rank == 0:
+            self.tokenizer.save_pretrained(made)
+            checkpoint.replace_directory(made, self.run_dir / "final")
+            result = {"steps": self.config.trainer.steps, "before": before, "after": after}
+            checkpoint.write_text(self.run_dir / "result.json", json.dumps(result))
+        return _closing_line(before, after)
+
+
+def _closing_line(before: float, after: float) -> str:
+    return f"held-out accuracy: before {before:.3f} after {after:.3f}"
+
+
+def _finished(config: TrainConfig, run_dir: Path) -> str | None:
+    path = run_dir / "result.json"
+    if config.trainer.resume == "never" or not path.is_file():
+        return None
+    result = json.loads(path.read_text())
+    return _closing_line(result["before"], result["after"]) if result["steps"] >= config.trainer.steps else None
+
+
+def _resumable(config: TrainConfig, run_dir: Path) -> Path | None:
+    """The checkpoint to go on from. Errors: ValueError if it belongs to a run with other settings, or must not be used."""
+    found = checkpoint.latest(run_dir)
+    if found is None:
+        return None
+    if config.trainer.resume == "never":
+        raise ValueError(f"trainer.resume: never, but {found} exists; choose another trainer.run_dir, or resume=auto")
+    was = OmegaConf.load(run_dir / "config.yaml")
+    now = OmegaConf.create(to_yaml(config))
+    differ = [key for key in _leaves(now) if OmegaConf.select(was, key) != OmegaConf.select(now, key)]
+    differ = [key for key in differ if not key.startswith(_FREE)]
+    if differ:
+        changes = ", ".join(f"{key} {OmegaConf.select(was, key)} -> {OmegaConf.select(now, key)}" for key in differ)
+        raise ValueError(f"{run_dir} holds a run with other settings ({changes}); choose another trainer.run_dir")
+    return found
+
+
+def _leaves(config: Any, prefix: str = "") -> Iterator[str]:
+    for key in config:
+        value = config[key]
+        if OmegaConf.is_dict(value):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+@contextmanager
+def _process_group() -> Iterator[None]:
+    """The default group when torchrun started several processes."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        yield
+        return
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _StopSignals:
+    """SIGINT and SIGTERM ask the run to end after its step; a second SIGINT ends it at once, at the last checkpoint."""
+
+    def __enter__(self) -> "_StopSignals":
+        self.asked = False
+        self.previous = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+        print("stopping after this step (Ctrl-C again: at once)", file=sys.stderr, flush=True)
+
+    def agreed(self) -> bool:
+        """Whether any process was asked to stop; all processes get the same answer."""
+        if not dist.is_initialized():
+            return self.asked
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        flag = torch.tensor(int(self.asked), device=device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif os.access(_CLEAR, os.W_OK):
+        _CLEAR.write_text("5")  # Linux: the resident peak (VmHWM) starts again from now
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on an accelerator, the process's resident peak on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if _STATUS.is_file():
+        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
