@@ -1,7 +1,7 @@
 """Checkpoints that are whole or not there: written aside, flushed to the disk, then renamed.
 
-A run directory holds `checkpoints/step_000005` and so on; whatever has that name is complete. The tensors are written by
-torch.distributed.checkpoint in each rank's shards, so that another number of processes can read them.
+A run directory holds `checkpoints/step_000005` and so on; whatever has that name is complete. The tensors are written
+by torch.distributed.checkpoint in each rank's shards, so that another number of processes can read them.
 """
 
 import json
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from flathead.engines.base import Engine
 
@@ -80,7 +81,7 @@ def save(run_dir: Path, step: int, engine: Engine, state: dict[str, Any], keep: 
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
     _barrier()
-    dcp.save(engine.state_dict(), checkpoint_id=made, no_dist=not dist.is_initialized())
+    save_shards(engine.state_dict(), checkpoint_id=made, no_dist=not dist.is_initialized())
     if _rank() == 0:
         (made / _STATE).write_text(json.dumps({**state, "step": step}))
         replace_directory(made, final)
@@ -93,6 +94,6 @@ def save(run_dir: Path, step: int, engine: Engine, state: dict[str, Any], keep: 
 def load(checkpoint: Path, engine: Engine) -> dict[str, Any]:
     """Fills the engine from a checkpoint, whatever the number of processes; returns the trainer's state."""
     state = engine.state_dict()
-    dcp.load(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
+    load_shards(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
     engine.load_state_dict(state)
     return read_state(checkpoint)

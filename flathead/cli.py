@@ -1,4 +1,4 @@
-"""The command line: `flathead train | report | bench`. A user's mistake is one line and exit code 2, never a traceback."""
+"""The command line: `flathead train | report | bench`. A user's mistake is one line and exit code 2, no traceback."""
 
 import sys
 

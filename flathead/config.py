@@ -1,7 +1,7 @@
 """Every option of `flathead train`, declared once. The YAML tree in `conf/` only chooses values and interpolations.
 
-Keys follow verl's, so that overrides carry over. An option that cannot take effect is an error at start-up, never silence:
-`check` says which key, what was expected, what came and what to do, before any work.
+Keys follow verl's, so that overrides carry over. An option that cannot take effect is an error at start-up, never
+silence: `check` says which key, what was expected, what came and what to do, before any work.
 """
 
 import math
@@ -23,7 +23,7 @@ class EntropyChunkingConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW; `clip_grad` bounds the gradient's total 2-norm; the learning rate rises linearly over the warm-up steps."""
+    """AdamW; `clip_grad` bounds the gradient's total 2-norm; the learning rate rises linearly over the warm-up."""
 
     lr: float = 1e-6
     weight_decay: float = 0.01
@@ -107,7 +107,7 @@ class RefConfig:
 
 @dataclass
 class RolloutConfig:
-    """n: samples of each prompt. top_k 0 and top_p 1: the whole vocabulary. max_num_seqs: sequences generated at once."""
+    """n: samples of each prompt. top_k 0 and top_p 1: the whole vocabulary. max_num_seqs: generated at once."""
 
     n: int = 8
     temperature: float = 1.0
@@ -215,8 +215,8 @@ def check_engine(key: str, engine: EngineConfig) -> None:
         _at_least(f"{key}.stats_memory_budget", engine.stats_memory_budget, 1)
         if engine.entropy_from_logits_with_chunking:
             raise ValueError(
-                f"{key}.stats_memory_budget: expected null while entropy_from_logits_with_chunking is on, which sets the "
-                f"rows of a chunk itself, got {engine.stats_memory_budget}; leave out one of the two"
+                f"{key}.stats_memory_budget: expected null while entropy_from_logits_with_chunking is on, which sets "
+                f"the rows of a chunk itself, got {engine.stats_memory_budget}; leave out one of the two"
             )
         if engine.lm_head == "logits":
             raise ValueError(
@@ -233,7 +233,7 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
         _above_zero(f"{key}.optim.{name}", getattr(actor.optim, name))
     for name in ("weight_decay", "lr_warmup_steps"):
         _at_least(f"{key}.optim.{name}", getattr(actor.optim, name), 0)
-    if not all(0 <= beta < 1 for beta in actor.optim.betas):
+    if len(actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in actor.optim.betas):
         raise ValueError(f"{key}.optim.betas: expected two numbers in [0, 1), got {list(actor.optim.betas)}")
     for name in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu"):
         _at_least(f"{key}.{name}", getattr(actor, name), 1)
@@ -277,8 +277,8 @@ def check(config: TrainConfig) -> None:
     _one_of("algorithm.adv_estimator", config.algorithm.adv_estimator, ("grpo", "dr_grpo", "rloo"))
     if arr.rollout.n == 1:
         raise ValueError(
-            f"actor_rollout_ref.rollout.n: expected at least 2 with adv_estimator={config.algorithm.adv_estimator}, whose "
-            "baseline is the other samples of the prompt, got 1"
+            f"actor_rollout_ref.rollout.n: expected at least 2 with adv_estimator={config.algorithm.adv_estimator}, "
+            "whose baseline is the other samples of the prompt, got 1"
         )
     for name in ("train_batch_size", "val_size", "max_prompt_length", "max_response_length"):
         _at_least(f"data.{name}", getattr(data, name), 1)

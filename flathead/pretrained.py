@@ -1,4 +1,4 @@
-"""Models and tokenizers from a local place: Hugging Face format, a .gguf file, or the chat model that comes as a package."""
+"""Models and tokenizers from a local place: Hugging Face format, a .gguf file, or the packaged chat model."""
 
 from importlib.util import find_spec
 from pathlib import Path

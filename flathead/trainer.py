@@ -2,7 +2,7 @@
 
 A step: sample with the current policy, score, advantages, (old and reference log-probabilities,) one or more optimizer
 steps, new weights to the sampler. What a step does follows from the configuration, the weights and its number alone:
-the questions and the sampling noise are functions of (seed, step), so a resumed run goes on exactly as if never stopped.
+questions and sampling noise are functions of (seed, step), so a resumed run goes on exactly as if never stopped.
 """
 
 import json
@@ -66,8 +66,8 @@ class Samples:
 def train(config: TrainConfig) -> int:
     """Runs or goes on with the training that `config` describes; returns the process's exit code.
 
-    Leaves in the run directory: config.yaml, metrics.jsonl, tensorboard/, checkpoints/, report.png, final/ (the model in
-    Hugging Face format) and result.json. SIGINT and SIGTERM finish the step, save, and end with exit code 0.
+    Leaves in the run directory: config.yaml, metrics.jsonl, tensorboard/, checkpoints/, report.png, final/ (the model
+    in Hugging Face format) and result.json. SIGINT and SIGTERM finish the step, save, and end with exit code 0.
     Errors: ValueError for a model, task or run directory that cannot be used, before the model is loaded.
     """
     data, run_dir = config.data, run_directory(config)
@@ -105,8 +105,8 @@ class Job:
             self.reference = FSDPEngine(reference.requires_grad_(False), arr.ref.fsdp_config, arr.actor.optim)
         if arr.actor.ppo_mini_batch_size * arr.rollout.n < self.engine.dp_size:
             raise ValueError(
-                f"actor_rollout_ref.actor.ppo_mini_batch_size: expected at least one response for each of the "
-                f"{self.engine.dp_size} data-parallel ranks, got {arr.actor.ppo_mini_batch_size} prompts x n {arr.rollout.n}"
+                f"actor_rollout_ref.actor.ppo_mini_batch_size: expected a response for each of {self.engine.dp_size} "
+                f"data-parallel ranks, got {arr.actor.ppo_mini_batch_size} prompts x n {arr.rollout.n}"
             )
         self.sampler = Sampler(model.config, tokenizer, arr.rollout, self.engine.device)
         self.loss_fn = policy_loss_fn(
@@ -221,7 +221,9 @@ class Job:
 
     def with_log_probs(self, batch: PackedBatch, engine: Engine, name: str) -> PackedBatch:
         temperature = self.config.actor_rollout_ref.rollout.temperature
-        return batch.replace(**{name: engine.token_stats(batch, ("log_prob",), temperature=temperature).log_prob})
+        log_prob_N = engine.token_stats(batch, ("log_prob",), temperature=temperature).log_prob
+        assert log_prob_N is not None
+        return batch.replace(**{name: log_prob_N})
 
     def held_out_accuracy(self) -> float:
         """The share of held-out questions answered rightly by greedy decoding."""
@@ -244,7 +246,7 @@ class Job:
         for question in [*self.task.held_out, *map(self.task.train, first)]:
             if (length := len(self.prompt_ids(question))) > limit:
                 raise ValueError(
-                    f"data.max_prompt_length: expected at least the {length} tokens of {question.text[:60]!r}, got {limit}"
+                    f"data.max_prompt_length: expected the {length} of {question.text[:60]!r}, got {limit}"
                 )
 
     def save(self, done: int, before: float) -> None:
@@ -276,7 +278,7 @@ def _finished(config: TrainConfig, run_dir: Path) -> str | None:
 
 
 def _resumable(config: TrainConfig, run_dir: Path) -> Path | None:
-    """The checkpoint to go on from. Errors: ValueError if it belongs to a run with other settings, or must not be used."""
+    """The checkpoint to go on from. Errors: ValueError if it is of a run with other settings, or must not be used."""
     found = checkpoint.latest(run_dir)
     if found is None:
         return None
