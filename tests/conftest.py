@@ -1,8 +1,7 @@
-"""Settings every test shares: repeatable property tests without time limits, quick tests first."""
+"""Settings every test shares: repeatable property tests without time limits, slow tests last."""
 
 import os
 
-import pytest
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -20,9 +19,4 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes last."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
