@@ -1,0 +1,176 @@
+"""What a run shows and keeps: a live table, metrics.jsonl, TensorBoard events and report.png.
+
+metrics.jsonl has one object a step, "step" counting from 1. A resumed run cuts it back to the steps its checkpoint
+holds, so that no step is there twice.
+"""
+
+import json
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from torch.utils.tensorboard import SummaryWriter
+
+# heading -> (metric, format): the columns of the table; a metric the run does not have leaves its cell empty
+_COLUMNS = {
+    "reward": ("reward", ".3f"),
+    "entropy": ("entropy", ".3f"),
+    "KL": ("kl", ".4f"),
+    "length": ("response_length", ".1f"),
+    "grad norm": ("grad_norm", ".2f"),
+    "tokens/s": ("tokens_per_second", ".0f"),
+    "peak GB": ("peak_memory_gb", ".2f"),
+    "seconds": ("seconds", ".1f"),
+    "held-out": ("accuracy", ".3f"),
+}
+_ROWS_SHOWN = 12
+
+
+class RunLog:
+    """A context manager; only the first process has one. `first_step`: the steps done before, by the run resumed from.
+
+    On a terminal (and live): a table of the last steps over a progress bar. Elsewhere: one line a step.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        steps: int,
+        config_yaml: str,
+        *,
+        live: bool = True,
+        first_step: int = 0,
+        console: Console | None = None,
+    ) -> None:
+        self.console = console or Console()
+        self.path = run_dir / "metrics.jsonl"
+        self.rows: deque[list[str]] = deque(maxlen=_ROWS_SHOWN)
+        for record in _cut_back(self.path, first_step):
+            self.rows.append(_cells(record))
+        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+        if not first_step:
+            self.board.add_text("config", f"```yaml\n{config_yaml}```", 0)
+        self.progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=40), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), console=self.console,
+        )  # fmt: skip
+        self.task = self.progress.add_task("train", total=steps, completed=first_step)
+        self.live = Live(console=self.console, auto_refresh=True) if live and self.console.is_terminal else None
+
+    def __enter__(self) -> "RunLog":
+        self.file = self.path.open("a")
+        if self.live is not None:
+            self.live.start()
+            self.live.update(self._picture())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.live is not None:
+            self.live.stop()
+        self.board.close()
+        self.file.close()
+
+    def note(self, text: str) -> None:
+        """A line above the table."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """step counts from 0; what is written counts from 1."""
+        record = {"step": step + 1, **values}
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()
+        for name, value in values.items():
+            self.board.add_scalar(name, value, step + 1)
+        self.rows.append(_cells(record))
+        self.progress.update(self.task, completed=step + 1)
+        if self.live is not None:
+            self.live.update(self._picture())
+        else:
+            shown = [f"{name} {cell}" for name, cell in zip(_COLUMNS, self.rows[-1][1:], strict=True) if cell]
+            total = self.progress.tasks[0].total
+            self.note(f"step {step + 1}/{total:.0f}  " + "  ".join(shown))
+
+    def _picture(self) -> Group:
+        table = Table("step", *_COLUMNS, box=None, header_style="bold")
+        for column in table.columns:
+            column.justify = "right"
+        for row in self.rows:
+            table.add_row(*row)
+        return Group(table, self.progress)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl. Errors: ValueError when the directory has none."""
+    path = run_dir / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    if not records:
+        raise ValueError(f"RUN_DIR: expected a run directory with a step in metrics.jsonl, got {str(run_dir)!r}")
+    return records
+
+
+def plot_report(run_dir: Path) -> Path:
+    """Draws report.png from metrics.jsonl and, if there, result.json; returns its path. Errors: as `read_metrics`."""
+    records = read_metrics(run_dir)
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2, 2)
+    reward = axes[0, 0]
+    _curve(reward, records, "reward", "Reward", "mean over the samples of a step", "tab:blue")
+    _held_out(reward, records, run_dir / "result.json")
+    _curve(axes[0, 1], records, "entropy", "Entropy", "nats per response token", "tab:purple")
+    _curve(axes[1, 0], records, "kl", "KL to the first model", "nats per response token", "tab:red")
+    _curve(axes[1, 1], records, "peak_memory_gb", "Peak memory", "GB, first process", "tab:green")
+    figure.suptitle(f"{run_dir.name}: {records[-1]['step']} steps")
+    path = run_dir / "report.png"
+    figure.savefig(path, dpi=130)
+    return path
+
+
+def _curve(axis: Axes, records: list[dict[str, Any]], name: str, title: str, unit: str, color: str) -> None:
+    points = [(record["step"], record[name]) for record in records if name in record]
+    axis.set_title(title, loc="left", fontweight="bold")
+    axis.set_ylabel(unit)
+    axis.set_xlabel("step")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.3)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if points:
+        axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=title.lower())
+        values = [value for _, value in points]
+        axis.set_ylim(bottom=min(0.0, *values), top=1.15 * max(*values, 1e-6))
+    else:
+        axis.text(0.5, 0.5, "not part of this run", transform=axis.transAxes, ha="center", color="gray")
+
+
+def _held_out(axis: Axes, records: list[dict[str, Any]], result: Path) -> None:
+    points = {record["step"]: record["accuracy"] for record in records if "accuracy" in record}
+    if result.is_file():
+        outcome = json.loads(result.read_text())
+        points |= {0: outcome["before"], outcome["steps"]: outcome["after"]}
+    if points:
+        axis.plot(*zip(*sorted(points.items()), strict=True), "s--", color="tab:orange", label="held-out accuracy")
+        for step, value in points.items():
+            axis.annotate(f"{value:.2f}", (step, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+    axis.set_ylim(0, 1.1)
+    axis.legend(frameon=False, loc="lower right")
+
+
+def _cut_back(path: Path, steps: int) -> list[dict[str, Any]]:
+    """Leaves only the first `steps` records in the file; returns them."""
+    lines = path.read_text().splitlines()[:steps] if path.is_file() else []
+    path.write_text("".join(line + "\n" for line in lines))
+    return [json.loads(line) for line in lines]
+
+
+def _cells(record: dict[str, Any]) -> list[str]:
+    values = [format(record[name], spec) if name in record else "" for name, spec in _COLUMNS.values()]
+    return [str(record["step"]), *values]
