@@ -7,6 +7,9 @@ by torch.distributed.checkpoint in each rank's shards, so that another number of
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,13 @@ def _rank() -> int:
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+@contextmanager
+def _one_process_is_fine() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
 
 
 def _flush(directory: Path) -> None:
@@ -81,7 +91,8 @@ def save(run_dir: Path, step: int, engine: Engine, state: dict[str, Any], keep: 
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
     _barrier()
-    save_shards(engine.state_dict(), checkpoint_id=made, no_dist=not dist.is_initialized())
+    with _one_process_is_fine():
+        save_shards(engine.state_dict(), checkpoint_id=made, no_dist=not dist.is_initialized())
     if _rank() == 0:
         (made / _STATE).write_text(json.dumps({**state, "step": step}))
         replace_directory(made, final)
@@ -94,6 +105,7 @@ def save(run_dir: Path, step: int, engine: Engine, state: dict[str, Any], keep: 
 def load(checkpoint: Path, engine: Engine) -> dict[str, Any]:
     """Fills the engine from a checkpoint, whatever the number of processes; returns the trainer's state."""
     state = engine.state_dict()
-    load_shards(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
+    with _one_process_is_fine():
+        load_shards(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())
     engine.load_state_dict(state)
     return read_state(checkpoint)

@@ -166,7 +166,6 @@ class TrainerConfig:
     test_freq: int = 0
     max_ckpt_to_keep: int = 2
     resume: str = "auto"
-    device: str = "auto"
     live: bool = True
 
 
@@ -178,7 +177,6 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
 
-DTYPES = ("bfloat16", "float16", "float32")
 _TASK_DEFAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "chain_sum": ({"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}, "Reply with the number only.")
 }
@@ -208,7 +206,7 @@ def _above_zero(key: str, value: float) -> None:
 
 def check_engine(key: str, engine: EngineConfig) -> None:
     _one_of(f"{key}.lm_head", engine.lm_head, ("fused", "logits"))
-    _one_of(f"{key}.dtype", engine.dtype, DTYPES)
+    _one_of(f"{key}.dtype", engine.dtype, ("bfloat16", "float32"))  # float16 would need its loss scaled
     _at_least(f"{key}.entropy_from_logits_chunk_size", engine.entropy_from_logits_chunk_size, 1)
     _at_least(f"{key}.max_token_len_per_gpu", engine.max_token_len_per_gpu, 1)
     if engine.stats_memory_budget is not None:
@@ -254,6 +252,9 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
     for name in ("clip_ratio_low", "clip_ratio_high"):
         if (value := getattr(actor, name)) is not None:
             _at_least(f"{key}.{name}", value, 0)
+    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
+    if low > 1:
+        raise ValueError(f"{key}.clip_ratio_low: expected at most 1, since a ratio is positive, got {low}")
     if actor.clip_ratio_c is not None and not (1 < actor.clip_ratio_c < math.inf):
         raise ValueError(
             f"{key}.clip_ratio_c: expected more than 1, or null for no dual clip, got {actor.clip_ratio_c}"
@@ -273,7 +274,7 @@ def check(config: TrainConfig) -> None:
     _at_least("actor_rollout_ref.rollout.top_k", arr.rollout.top_k, 0)
     if not 0 < arr.rollout.top_p <= 1:
         raise ValueError(f"actor_rollout_ref.rollout.top_p: expected a number in (0, 1], got {arr.rollout.top_p}")
-    _one_of("actor_rollout_ref.rollout.dtype", arr.rollout.dtype, DTYPES)
+    _one_of("actor_rollout_ref.rollout.dtype", arr.rollout.dtype, ("bfloat16", "float16", "float32"))
     _one_of("algorithm.adv_estimator", config.algorithm.adv_estimator, ("grpo", "dr_grpo", "rloo"))
     if arr.rollout.n == 1:
         raise ValueError(
@@ -288,6 +289,6 @@ def check(config: TrainConfig) -> None:
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu: expected at least data.max_prompt_length + "
             f"data.max_response_length = {longest}, got {arr.actor.ppo_max_token_len_per_gpu}"
         )
-    for name, least in (("steps", 0), ("save_freq", 1), ("test_freq", 0), ("max_ckpt_to_keep", 1)):
+    for name, least in (("steps", 1), ("save_freq", 1), ("test_freq", 0), ("max_ckpt_to_keep", 1)):
         _at_least(f"trainer.{name}", getattr(trainer, name), least)
     _one_of("trainer.resume", trainer.resume, ("auto", "never"))

@@ -1,9 +1,9 @@
 """Sampling with the current policy: transformers' generation on a copy of the training weights.
 
 A token is drawn by the Gumbel-max trick: argmax of log-probabilities plus Gumbel noise has exactly the distribution
-asked for (Gumbel 1954; Maddison et al., arXiv:1411.0030). The noise comes from a generator of the sample's own, seeded by the
-run's seed, the step, the prompt and the sample, so that a response depends neither on the samples next to it nor on the
-number of processes.
+asked for (Gumbel 1954; Maddison et al., arXiv:1411.0030). The noise comes from a generator of the sample's own, seeded
+by the run's seed, the step, the prompt and the sample, so that a response depends neither on the samples next to it nor
+on the number of processes.
 """
 
 import hashlib

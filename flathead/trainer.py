@@ -6,22 +6,18 @@ questions and sampling noise are functions of (seed, step), so a resumed run goe
 """
 
 import json
-import os
-import resource
-import signal
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from omegaconf import OmegaConf
 
 from flathead import checkpoint
@@ -31,9 +27,10 @@ from flathead.config import TrainConfig, task_settings
 from flathead.data import Question, TaskData
 from flathead.engines.base import Engine
 from flathead.engines.fsdp import FSDPEngine
-from flathead.losses import policy_loss_fn, token_weights
+from flathead.losses import LossFn, policy_loss_fn, token_weights
 from flathead.metrics import RunLog, plot_report
 from flathead.pretrained import load_model, load_tokenizer, locate
+from flathead.process import StopSignals, peak_memory, process_group, reset_peak_memory, say
 from flathead.rollout import Request, Sampler
 from flathead.settings import to_yaml
 
@@ -46,6 +43,7 @@ _FREE = (
     "trainer.max_ckpt_to_keep",
     "trainer.resume",
     "trainer.live",
+    "data.max_prompt_length",
     "actor_rollout_ref.actor.fsdp_config",
     "actor_rollout_ref.ref.fsdp_config",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
@@ -67,7 +65,7 @@ def train(config: TrainConfig) -> int:
     """Runs or goes on with the training that `config` describes; returns the process's exit code.
 
     Leaves in the run directory: config.yaml, metrics.jsonl, tensorboard/, checkpoints/, report.png, final/ (the model
-    in Hugging Face format) and result.json. SIGINT and SIGTERM finish the step, save, and end with exit code 0.
+    in Hugging Face format) and result.json. SIGINT and SIGTERM finish the step, save, and end with 128 + their number.
     Errors: ValueError for a model, task or run directory that cannot be used, before the model is loaded.
     """
     data, run_dir = config.data, run_directory(config)
@@ -76,11 +74,13 @@ def train(config: TrainConfig) -> int:
     task = TaskData(data.task, parameters, instruction=instruction, val_size=data.val_size, seed=data.seed)
     resumed = _resumable(config, run_dir)
     if (result := _finished(config, run_dir)) is not None:
-        _say(f"{run_dir} has all its {config.trainer.steps} steps; raise trainer.steps, or set trainer.run_dir")
-        _say(result)
+        say(f"{run_dir} has all its {config.trainer.steps} steps; raise trainer.steps, or set trainer.run_dir")
+        say(result)
         return 0
+    transformers.logging.disable_progress_bar()  # they would write into the table
+    say(f"{config.trainer.steps} steps of {data.task}, into {run_dir}; loading the model")
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    with _process_group(), _StopSignals() as stop:
+    with process_group(), StopSignals() as stop:
         job = Job(config, task, tokenizer, run_dir)
         return job.run(resumed, stop)
 
@@ -97,7 +97,9 @@ class Job:
         arr = config.actor_rollout_ref
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._check_prompts()
+        self.loss_fn = _loss_fn(config)
         model = load_model(arr.model.path)
+        self._check_length(model.config)
         reference = deepcopy(model) if arr.actor.use_kl_loss else None
         self.engine: Engine = FSDPEngine(model, arr.actor.fsdp_config, arr.actor.optim)
         self.reference: Engine | None = None
@@ -109,17 +111,8 @@ class Job:
                 f"data-parallel ranks, got {arr.actor.ppo_mini_batch_size} prompts x n {arr.rollout.n}"
             )
         self.sampler = Sampler(model.config, tokenizer, arr.rollout, self.engine.device)
-        self.loss_fn = policy_loss_fn(
-            loss_mode=arr.actor.policy_loss.loss_mode,
-            clip_ratio_low=arr.actor.clip_ratio if arr.actor.clip_ratio_low is None else arr.actor.clip_ratio_low,
-            clip_ratio_high=arr.actor.clip_ratio if arr.actor.clip_ratio_high is None else arr.actor.clip_ratio_high,
-            clip_ratio_c=arr.actor.clip_ratio_c,
-            entropy_coeff=arr.actor.entropy_coeff,
-            kl_loss_coef=arr.actor.kl_loss_coef if arr.actor.use_kl_loss else 0.0,
-            kl_loss_type=arr.actor.kl_loss_type,
-        )
 
-    def run(self, resumed: Path | None, stop: "_StopSignals") -> int:
+    def run(self, resumed: Path | None, stop: StopSignals) -> int:
         trainer, first, before = self.config.trainer, 0, None
         if resumed is not None:
             state = checkpoint.load(resumed, self.engine)
@@ -128,7 +121,7 @@ class Job:
         log: AbstractContextManager[RunLog | None] = nullcontext()
         if self.rank == 0:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            (self.run_dir / "config.yaml").write_text(to_yaml(self.config))
+            checkpoint.write_text(self.run_dir / "config.yaml", to_yaml(self.config))
             log = RunLog(self.run_dir, trainer.steps, to_yaml(self.config), live=trainer.live, first_step=first)
         with log as lines:
             note = (lambda text: None) if lines is None else lines.note
@@ -137,18 +130,10 @@ class Job:
             if before is None:
                 before = self.held_out_accuracy()
                 note(f"held-out accuracy before training: {before:.3f}")
-            for step in range(first, trainer.steps):
-                values = self.step(step)
-                done, stopping = step + 1, stop.agreed()
-                if trainer.test_freq and done % trainer.test_freq == 0:
-                    values["accuracy"] = self.held_out_accuracy()
-                if lines is not None:
-                    lines.log(step, values)
-                if stopping or done % trainer.save_freq == 0 or done == trainer.steps:
-                    self.save(done, before)
-                if stopping and done < trainer.steps:
-                    note(f"stopped; {done} of {trainer.steps} steps are saved, the same command goes on from there")
-                    return 0
+            done = self.loop(first, before, lines, stop)
+            if done < trainer.steps:
+                note(f"stopped; {done} of {trainer.steps} steps are saved, the same command goes on from there")
+                return stop.exit_code
             result = self.finish(before)
         if self.rank == 0:
             plot_report(self.run_dir)
@@ -156,10 +141,26 @@ class Job:
             print(result, flush=True)
         return 0
 
+    def loop(self, done: int, before: float, lines: RunLog | None, stop: StopSignals) -> int:
+        """Steps and checkpoints until all are done or a signal came; returns how many are done (and saved)."""
+        trainer, stopping = self.config.trainer, stop.agreed()
+        while done < trainer.steps and not stopping:
+            values = self.step(done)
+            done += 1
+            if trainer.test_freq and done % trainer.test_freq == 0:
+                values["accuracy"] = self.held_out_accuracy()
+            if lines is not None:
+                lines.log(done - 1, values)
+            stopping = stop.agreed()
+            if stopping or done % trainer.save_freq == 0 or done == trainer.steps:
+                self.save(done, before)
+        return done
+
     def step(self, step: int) -> dict[str, float]:
         """One batch of prompts: sample, score, learn. Returns what is logged."""
         started = time.perf_counter()
-        _reset_peak_memory(self.engine.device)
+        reset_peak_memory(self.engine.device)
+        torch.manual_seed(hash((self.config.trainer.seed, step, self.engine.dp_rank)))  # of dropout, where there is any
         samples = self.sample(step)
         sampled = time.perf_counter()
         arr = self.config.actor_rollout_ref
@@ -185,7 +186,7 @@ class Job:
             **sums,
             "response_length": sum(map(len, samples.responses)) / len(samples.responses),
             "tokens_per_second": tokens / seconds,
-            "peak_memory_gb": _peak_memory(self.engine.device) / 1e9,
+            "peak_memory_gb": peak_memory(self.engine.device) / 1e9,
             "seconds": seconds,
             "seconds_sampling": sampled - started,
         }
@@ -236,18 +237,32 @@ class Job:
         return self.task.score(question, self.tokenizer.decode(response_ids, skip_special_tokens=True))
 
     def prompt_ids(self, question: Question) -> list[int]:
+        """Errors: ValueError for a prompt longer than data.max_prompt_length."""
         if self.tokenizer.chat_template is None:
-            return self.tokenizer(question.text)["input_ids"]
-        messages = [{"role": "user", "content": question.text}]
-        return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+            ids = self.tokenizer(question.text + "\n")["input_ids"]
+        else:
+            chat = [{"role": "user", "content": question.text}]
+            ids = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        if len(ids) > self.config.data.max_prompt_length:
+            raise ValueError(
+                f"data.max_prompt_length: expected at least {len(ids)}, the tokens of {question.text[:60]!r}..., got "
+                f"{self.config.data.max_prompt_length}; raise it, or make the task smaller by data.task_config"
+            )
+        return ids
 
     def _check_prompts(self) -> None:
-        limit, first = self.config.data.max_prompt_length, range(self.config.data.train_batch_size)
-        for question in [*self.task.held_out, *map(self.task.train, first)]:
-            if (length := len(self.prompt_ids(question))) > limit:
-                raise ValueError(
-                    f"data.max_prompt_length: expected the {length} of {question.text[:60]!r}, got {limit}"
-                )
+        """The prompts of the run, or the first thousands of a long one. Errors: ValueError for one that is too long."""
+        count = min(self.config.trainer.steps * self.config.data.train_batch_size, 2000)
+        for question in (*self.task.held_out, *map(self.task.train, range(count))):
+            self.prompt_ids(question)
+
+    def _check_length(self, model_config: Any) -> None:
+        data, most = self.config.data, getattr(model_config, "max_position_embeddings", None)
+        if most is not None and data.max_prompt_length + data.max_response_length > most:
+            raise ValueError(
+                f"data.max_prompt_length: expected {data.max_prompt_length} + data.max_response_length "
+                f"{data.max_response_length} to be at most the model's {most} positions; lower one of them"
+            )
 
     def save(self, done: int, before: float) -> None:
         checkpoint.save(self.run_dir, done, self.engine, {"before": before}, self.config.trainer.max_ckpt_to_keep)
@@ -263,6 +278,19 @@ class Job:
             result = {"steps": self.config.trainer.steps, "before": before, "after": after}
             checkpoint.write_text(self.run_dir / "result.json", json.dumps(result))
         return _closing_line(before, after)
+
+
+def _loss_fn(config: TrainConfig) -> LossFn:
+    actor = config.actor_rollout_ref.actor
+    return policy_loss_fn(
+        loss_mode=actor.policy_loss.loss_mode,
+        clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        entropy_coeff=actor.entropy_coeff,
+        kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
+        kl_loss_type=actor.kl_loss_type,
+    )
 
 
 def _closing_line(before: float, after: float) -> str:
@@ -301,69 +329,3 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
-
-
-def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
-
-
-@contextmanager
-def _process_group() -> Iterator[None]:
-    """The default group when torchrun started several processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield
-        return
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-class _StopSignals:
-    """SIGINT and SIGTERM ask the run to end after its step; a second SIGINT ends it at once, at the last checkpoint."""
-
-    def __enter__(self) -> "_StopSignals":
-        self.asked = False
-        self.previous = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.asked = True
-        print("stopping after this step (Ctrl-C again: at once)", file=sys.stderr, flush=True)
-
-    def agreed(self) -> bool:
-        """Whether any process was asked to stop; all processes get the same answer."""
-        if not dist.is_initialized():
-            return self.asked
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        flag = torch.tensor(int(self.asked), device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return bool(flag.item())
-
-
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def _reset_peak_memory(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif os.access(_CLEAR, os.W_OK):
-        _CLEAR.write_text("5")  # Linux: the resident peak (VmHWM) starts again from now
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Bytes: the allocator's peak on an accelerator, the process's resident peak on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if _STATUS.is_file():
-        line = next(line for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
