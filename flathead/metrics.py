@@ -1,10 +1,13 @@
 """What a run shows and keeps: a live table, metrics.jsonl, TensorBoard events and report.png.
 
-metrics.jsonl has one object a step, "step" counting from 1. A resumed run cuts it back to the steps its checkpoint
-holds, so that no step is there twice.
+metrics.jsonl has one object a step, "step" counting from 1; a number that is not finite is null. A resumed run cuts it
+back to the steps its checkpoint holds, so that no step is there twice. A last line that is torn, because the run was
+killed or is writing just now, does not count.
 """
 
 import json
+import math
+import os
 from collections import deque
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +16,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console, Group
 from rich.live import Live
@@ -39,6 +43,7 @@ class RunLog:
     """A context manager; only the first process has one. `first_step`: the steps done before, by the run resumed from.
 
     On a terminal (and live): a table of the last steps over a progress bar. Elsewhere: one line a step.
+    Errors: ValueError when a metrics.jsonl is there that this class did not write.
     """
 
     def __init__(
@@ -56,7 +61,7 @@ class RunLog:
         self.rows: deque[list[str]] = deque(maxlen=_ROWS_SHOWN)
         for record in _cut_back(self.path, first_step):
             self.rows.append(_cells(record))
-        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1 if first_step else None)
+        self.board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
         if not first_step:
             self.board.add_text("config", f"```yaml\n{config_yaml}```", 0)
         self.progress = Progress(
@@ -85,8 +90,9 @@ class RunLog:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """step counts from 0; what is written counts from 1."""
-        record = {"step": step + 1, **values}
-        self.file.write(json.dumps(record) + "\n")
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
+        record = {"step": step + 1, **finite}
+        self.file.write(json.dumps(record, allow_nan=False) + "\n")
         self.file.flush()
         for name, value in values.items():
             self.board.add_scalar(name, value, step + 1)
@@ -110,8 +116,7 @@ class RunLog:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The records of metrics.jsonl. Errors: ValueError when the directory has none."""
-    path = run_dir / "metrics.jsonl"
-    records = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    records = _read(run_dir / "metrics.jsonl")
     if not records:
         raise ValueError(f"RUN_DIR: expected a run directory with a step in metrics.jsonl, got {str(run_dir)!r}")
     return records
@@ -127,16 +132,19 @@ def plot_report(run_dir: Path) -> Path:
     _curve(reward, records, "reward", "Reward", "mean over the samples of a step", "tab:blue")
     _held_out(reward, records, run_dir / "result.json")
     _curve(axes[0, 1], records, "entropy", "Entropy", "nats per response token", "tab:purple")
-    _curve(axes[1, 0], records, "kl", "KL to the first model", "nats per response token", "tab:red")
+    if any("kl" in record for record in records):
+        _curve(axes[1, 0], records, "kl", "KL to the first model", "nats per response token", "tab:red")
+    else:
+        _curve(axes[1, 0], records, "response_length", "Response length", "tokens", "tab:red")
     _curve(axes[1, 1], records, "peak_memory_gb", "Peak memory", "GB, first process", "tab:green")
-    figure.suptitle(f"{run_dir.name}: {records[-1]['step']} steps")
+    figure.suptitle(f"{run_dir.resolve().name}: {records[-1]['step']} steps")
     path = run_dir / "report.png"
     figure.savefig(path, dpi=130)
     return path
 
 
 def _curve(axis: Axes, records: list[dict[str, Any]], name: str, title: str, unit: str, color: str) -> None:
-    points = [(record["step"], record[name]) for record in records if name in record]
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     axis.set_title(title, loc="left", fontweight="bold")
     axis.set_ylabel(unit)
     axis.set_xlabel("step")
@@ -144,7 +152,8 @@ def _curve(axis: Axes, records: list[dict[str, Any]], name: str, title: str, uni
     axis.grid(alpha=0.3)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     if points:
-        axis.plot(*zip(*points, strict=True), color=color, marker="o", markersize=3, label=title.lower())
+        marker = "o" if len(points) < 60 else ""
+        axis.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=3, label=title.lower())
         values = [value for _, value in points]
         axis.set_ylim(bottom=min(0.0, *values), top=1.15 * max(*values, 1e-6))
     else:
@@ -152,25 +161,50 @@ def _curve(axis: Axes, records: list[dict[str, Any]], name: str, title: str, uni
 
 
 def _held_out(axis: Axes, records: list[dict[str, Any]], result: Path) -> None:
-    points = {record["step"]: record["accuracy"] for record in records if "accuracy" in record}
+    points = {record["step"]: record["accuracy"] for record in records if record.get("accuracy") is not None}
     if result.is_file():
         outcome = json.loads(result.read_text())
         points |= {0: outcome["before"], outcome["steps"]: outcome["after"]}
     if points:
         axis.plot(*zip(*sorted(points.items()), strict=True), "s--", color="tab:orange", label="held-out accuracy")
+        halo = [withStroke(linewidth=3, foreground="white")]
         for step, value in points.items():
-            axis.annotate(f"{value:.2f}", (step, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
-    axis.set_ylim(0, 1.1)
+            label = axis.annotate(f"{value:.2f}", (step, value), (0, 7), textcoords="offset points", fontsize=8)
+            label.set(ha="center", path_effects=halo)
+    axis.set_ylim(0, 1.15)
     axis.legend(frameon=False, loc="lower right")
 
 
+def _read(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, none without one. Errors: ValueError for a line, but the last, that is none."""
+    lines = path.read_text().splitlines() if path.is_file() else []
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if isinstance(record, dict) and "step" in record:
+            records.append(record)
+        elif number < len(lines):
+            raise ValueError(f"{path}, line {number}: expected a JSON object with a step, got {line[:60]!r}")
+    return records
+
+
 def _cut_back(path: Path, steps: int) -> list[dict[str, Any]]:
-    """Leaves only the first `steps` records in the file; returns them."""
-    lines = path.read_text().splitlines()[:steps] if path.is_file() else []
-    path.write_text("".join(line + "\n" for line in lines))
-    return [json.loads(line) for line in lines]
+    """Leaves only the records of the first `steps` steps in the file; returns them."""
+    records = [record for record in _read(path) if record["step"] <= steps]
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)  # whoever reads meanwhile, or after a crash here, finds the old lines or the new ones
+    return records
 
 
 def _cells(record: dict[str, Any]) -> list[str]:
-    values = [format(record[name], spec) if name in record else "" for name, spec in _COLUMNS.values()]
-    return [str(record["step"]), *values]
+    """A row of the table; "-" for a number that was not finite."""
+    numbers = ((record.get(name, ""), spec) for name, spec in _COLUMNS.values())
+    cells = ["-" if number is None else number if number == "" else format(number, spec) for number, spec in numbers]
+    return [str(record["step"]), *cells]
