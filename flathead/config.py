@@ -134,14 +134,14 @@ class AlgorithmConfig:
 
 @dataclass
 class DataConfig:
-    """A reasoning-gym task. task_config: its parameters; None: the task's own (for chain_sum: two one-digit terms).
+    """A reasoning-gym task. task_config: its parameters; {}: the task's own (for chain_sum: two one-digit terms).
 
     instruction: appended to each question; None: to reply with the answer only. train_batch_size: prompts of a step.
     val_size: held-out questions, none of which is ever trained on. seed: of the questions.
     """
 
     task: str = "chain_sum"
-    task_config: dict[str, Any] | None = None
+    task_config: dict[str, Any] = field(default_factory=dict)
     instruction: str | None = None
     train_batch_size: int = 8
     val_size: int = 64
@@ -185,8 +185,7 @@ _TASK_DEFAULTS: dict[str, tuple[dict[str, Any], str]] = {
 def task_settings(data: DataConfig) -> tuple[dict[str, Any], str]:
     """The task's parameters and instruction, defaults filled in."""
     parameters, instruction = _TASK_DEFAULTS.get(data.task, ({}, "Reply with the answer only."))
-    chosen = parameters if data.task_config is None else data.task_config
-    return dict(chosen), instruction if data.instruction is None else data.instruction
+    return dict(data.task_config or parameters), instruction if data.instruction is None else data.instruction
 
 
 def _one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
