@@ -134,14 +134,15 @@ class AlgorithmConfig:
 
 @dataclass
 class DataConfig:
-    """A reasoning-gym task. task_config: its parameters; {}: the task's own (for chain_sum: two one-digit terms).
+    """A reasoning-gym task.
 
+    task_config: its parameters by name; None: the task's own (for chain_sum: two one-digit terms).
     instruction: appended to each question; None: to reply with the answer only. train_batch_size: prompts of a step.
     val_size: held-out questions, none of which is ever trained on. seed: of the questions.
     """
 
     task: str = "chain_sum"
-    task_config: dict[str, Any] = field(default_factory=dict)
+    task_config: Any = None  # declared as a dict, it would refuse every key given on the command line
     instruction: str | None = None
     train_batch_size: int = 8
     val_size: int = 64
@@ -185,7 +186,8 @@ _TASK_DEFAULTS: dict[str, tuple[dict[str, Any], str]] = {
 def task_settings(data: DataConfig) -> tuple[dict[str, Any], str]:
     """The task's parameters and instruction, defaults filled in."""
     parameters, instruction = _TASK_DEFAULTS.get(data.task, ({}, "Reply with the answer only."))
-    return dict(data.task_config or parameters), instruction if data.instruction is None else data.instruction
+    chosen = parameters if data.task_config is None else data.task_config
+    return dict(chosen), instruction if data.instruction is None else data.instruction
 
 
 def _one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
@@ -282,6 +284,8 @@ def check(config: TrainConfig) -> None:
         )
     for name in ("train_batch_size", "val_size", "max_prompt_length", "max_response_length"):
         _at_least(f"data.{name}", getattr(data, name), 1)
+    if data.task_config is not None and not isinstance(data.task_config, dict):
+        raise ValueError(f"data.task_config: expected {{name: value, ...}} or null, got {data.task_config!r}")
     longest = data.max_prompt_length + data.max_response_length
     if longest > arr.actor.ppo_max_token_len_per_gpu:
         raise ValueError(
