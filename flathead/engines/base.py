@@ -211,21 +211,3 @@ class Engine(ABC):
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op, group=self.dp_group)
         return tensor.tolist()
-
-
-def check_engine_config(config: EngineConfig) -> None:
-    """Errors: ValueError for values without a meaning, and for options that could not take effect."""
-    if config.lm_head not in ("fused", "logits"):
-        raise ValueError(f"lm_head: expected fused or logits, got {config.lm_head!r}")
-    if config.dtype not in ("float32", "bfloat16"):  # float16 would need its loss scaled
-        raise ValueError(f"dtype: expected float32 or bfloat16, got {config.dtype!r}")
-    for key in ("entropy_from_logits_chunk_size", "max_token_len_per_gpu"):
-        if getattr(config, key) < 1:
-            raise ValueError(f"{key}: expected at least 1, got {getattr(config, key)}")
-    if config.stats_memory_budget is not None and config.stats_memory_budget < 1:
-        raise ValueError(f"stats_memory_budget: expected bytes or null, got {config.stats_memory_budget}")
-    if config.stats_memory_budget is not None and config.lm_head == "logits":
-        raise ValueError(
-            f"stats_memory_budget: {config.stats_memory_budget} has no effect with lm_head=logits, whose chunks are "
-            "entropy_from_logits_chunk_size rows; set lm_head=fused, or leave the budget null"
-        )

@@ -22,8 +22,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from flathead.config import FSDPEngineConfig, OptimConfig
-from flathead.engines.base import Engine, MicroStep, check_engine_config
+from flathead.config import FSDPEngineConfig, OptimConfig, check_engine
+from flathead.engines.base import Engine, MicroStep
+from flathead.engines.packed_attention import use_packed_attention, without_mask
 from flathead.engines.tensor_parallel import check_tensor_parallel, shard_over_tp
 from flathead.lm_head import HuggingFaceModel, check_model, evaluating, no_logits, read_head, replaced_head
 
@@ -39,16 +40,19 @@ class FSDPEngine(Engine):
     config: FSDPEngineConfig
 
     def __init__(self, model: HuggingFaceModel, config: FSDPEngineConfig, optim: OptimConfig) -> None:
-        check_engine_config(config)
+        check_engine("engine", config)
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.config, self.optim = config, optim
         self.tp_size, self.dp_size = config.tensor_parallel_size, world // max(config.tensor_parallel_size, 1)
         _check_layout(config, world)
-        self.device = _device()
-        self._saved_dtype = model.dtype
-        self.model = model.to(self.device, torch.float32)
         check_model(model)
-        _check_packing(model)
+        self.device = _device()
+        self._architecture, self._saved_dtype = type(model), model.dtype
+        self.model = model.to(self.device, torch.float32)
+        _check_packing(model, packed={})
+        self._packed = use_packed_attention(model)
+        if self._packed:
+            _check_packing(model, packed={"cu_seqlens": (0, 4, 8)})
         if self.tp_size > 1:
             check_tensor_parallel(model, self.tp_size)
         if config.gradient_checkpointing:
@@ -106,12 +110,14 @@ class FSDPEngine(Engine):
 
     def forward(self, step: MicroStep) -> dict[str, Tensor]:
         batch = step.batch
-        with self.autocast():
+        packed = {"cu_seqlens": batch.cu_seqlens} if self._packed else {}
+        with self.autocast(), without_mask() if packed else nullcontext():
             return self.model(
                 head_fn=self._head_fn(step),
                 input_ids=batch.input_ids_N[None],
                 position_ids=batch.position_ids_N[None],
                 use_cache=False,
+                **packed,
             )
 
     def _head_fn(self, step: MicroStep) -> Callable[[Tensor], dict[str, Tensor]]:
@@ -165,7 +171,10 @@ class FSDPEngine(Engine):
             if rank == 0:
                 weights[name] = tensor.to("cpu", self._saved_dtype if tensor.is_floating_point() else tensor.dtype)
         if rank == 0:
-            self.model.save_pretrained(path, state_dict=weights)
+            with torch.device("meta"):  # the trained one is sharded and in fp32; what is saved is like what came
+                twin = self._architecture._from_config(self.model.config, dtype=self._saved_dtype)
+            twin.generation_config = self.model.generation_config
+            twin.save_pretrained(path, state_dict=weights)
         if dist.is_initialized():
             dist.barrier()
 
@@ -206,8 +215,10 @@ def _check_layout(config: FSDPEngineConfig, world: int) -> None:
         raise ValueError("param_offload: has no effect in one process, which shards nothing; leave it false")
 
 
-def _check_packing(model: HuggingFaceModel) -> None:
-    """Two sequences packed end to end, told apart by their positions alone, must not see each other."""
+def _check_packing(model: HuggingFaceModel, packed: dict[str, Any]) -> None:
+    """Two sequences of four tokens packed end to end must not see each other.
+
+    `packed`: what tells them apart, besides their positions, in place of a mask."""
     if "flash" in str(model.config._attn_implementation):
         return  # takes the positions itself, and cannot run on these fp32 weights
     ids = torch.arange(8, device=model.device)[None] % 4 + 3
@@ -218,11 +229,12 @@ def _check_packing(model: HuggingFaceModel) -> None:
         return no_logits(hidden_1NH)
 
     with evaluating(model), replaced_head(model, head):
-        for tokens in (ids, ids[:, :4]):
-            positions = torch.arange(tokens.shape[1], device=ids.device)[None] % 4
-            model(input_ids=tokens, position_ids=positions, use_cache=False)
-    packed, alone = hidden[0][4:], hidden[1]
-    if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
+        model(input_ids=ids[:, :4], use_cache=False)
+        with without_mask() if packed else nullcontext():
+            positions = torch.arange(8, device=ids.device)[None] % 4
+            model(input_ids=ids, position_ids=positions, use_cache=False, **packed)
+    alone, second = hidden[0], hidden[1][4:]
+    if not torch.allclose(second, alone, rtol=1e-3, atol=1e-4 * float(alone.abs().max())):
         raise ValueError(
             f"model: {type(model).__name__} with attention {model.config._attn_implementation} lets packed sequences "
             "see each other; it must make its mask from position_ids (sdpa, eager and flash attention do)"
