@@ -138,16 +138,16 @@ def options_arrive_at_the_statistics(row: Row) -> None:
     chunking = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5}
     for lm_head, name in (("fused", "linear_token_stats"), ("logits", "token_stats")):
         budget = {"stats_memory_budget": 12345} if lm_head == "fused" else {}
-        for options in (chunking, {}):
-            engine = row.make(ONE.model(), OPTIM, lm_head=lm_head, **budget, **options)
+        for options in (chunking, budget):
+            engine = row.make(ONE.model(), OPTIM, lm_head=lm_head, **options)
             with patch.object(base, name, wraps=getattr(base, name)) as call:
                 engine.token_stats(my_batch(engine), temperature=0.7)
                 steps(engine, 1)
             assert {c.kwargs["temperature"] for c in call.call_args_list} == {0.7, TEMPERATURE}
             for c in call.call_args_list:
                 whole = None if lm_head == "fused" else len(c.args[0])
-                assert c.kwargs["chunk_size"] == (5 if options else whole)
-                assert c.kwargs.get("memory_budget") == budget.get("stats_memory_budget")
+                assert c.kwargs["chunk_size"] == (5 if options is chunking else whole)
+                assert c.kwargs.get("memory_budget") == options.get("stats_memory_budget")
 
 
 def _shared_directory() -> "_SharedDirectory":
