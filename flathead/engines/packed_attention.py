@@ -2,7 +2,7 @@
 
 The stock way is one (N, N) mask over the whole pack, whose time and memory grow with N^2. Here a sequence of T tokens
 costs T^2 and no mask exists: 64 sequences of 40 tokens in a 135M-parameter Llama on one CPU core, training 17 s instead
-of 33 s, statistics 3.7 s instead of 9.9 s. Without `cu_seqlens`, in generation for example, this is the stock attention.
+of 33 s, statistics 3.7 s instead of 9.9 s. Without `cu_seqlens`, as in generation, this is the stock attention.
 """
 
 from collections.abc import Iterator

@@ -133,6 +133,12 @@ def exported_weights_are_whole_and_loadable(row: Row) -> None:
         assert_same_weights(dict(loaded.named_parameters()), expected, tolerance=0.0)
 
 
+def all_ranks_start_from_the_first_ones_weights(row: Row) -> None:
+    expected = dict(ONE.model(seed=0).named_parameters())
+    engine = row.make(ONE.model(seed=dist.get_rank() if dist.is_initialized() else 0), OPTIM)
+    assert_same_weights(dict(engine.full_weights()), {n: w.detach() for n, w in expected.items()}, tolerance=0.0)
+
+
 def options_arrive_at_the_statistics(row: Row) -> None:
     """The chunk size, the budget and the temperature, as configured, at every call of the library."""
     chunking = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5}
@@ -182,6 +188,7 @@ def contract(world: int) -> dict[str, Callable[[int, int], None]]:
             statistics_without_gradient_keep_nothing,
             a_saved_state_continues_as_if_never_interrupted,
             exported_weights_are_whole_and_loadable,
+            all_ranks_start_from_the_first_ones_weights,
             options_arrive_at_the_statistics,
         ):
             found[f"{row.name} {function.__name__}"] = partial(function, row)
