@@ -5,6 +5,7 @@ import re
 from typing import Any, Protocol
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_NUMBER = re.compile(r"[+-]?\d+(?:\.\d+)?")
 _NUMBER_AND_STOP = re.compile(r"[+-]?\d[\d,]*(\.\d+)?\.")
 
 
@@ -40,3 +41,12 @@ def score(dataset: Scorer, entry: dict[str, Any], response: str) -> float:
             f"score of {type(dataset).__name__}: expected a number in [0, 1], got {reward} for {response!r}"
         )
     return reward
+
+
+def is_right(dataset: Scorer, entry: dict[str, Any], response: str) -> bool:
+    """Whether the answer is right, in whatever form: it scores 1, or is a number and the last one in the response does.
+
+    The reward also asks for the form ("Reply with the number only."); this measures what the model knows.
+    """
+    numbers = _NUMBER.findall(response) if _NUMBER.fullmatch(str(entry["answer"])) else []
+    return any(score(dataset, entry, answer) == 1.0 for answer in (response, *numbers[-1:]))

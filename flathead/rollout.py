@@ -9,6 +9,7 @@ on the number of processes.
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -84,13 +85,18 @@ class Sampler:
 
     @torch.no_grad()
     def _batch(self, requests: list[Request], max_new_tokens: int) -> list[list[int]]:
-        longest = max(len(request.prompt_ids) for request in requests)
+        """Samples of a prompt share its keys and values: each prompt goes through the model once."""
+        distinct = dict.fromkeys(tuple(request.prompt_ids) for request in requests)
+        prompts = {prompt: row for row, prompt in enumerate(distinct)}
+        rows = torch.tensor([prompts[tuple(request.prompt_ids)] for request in requests], device=self.device)
+        longest = max(map(len, prompts))
         pad = self.tokenizer.pad_token_id
-        padded = [[pad] * (longest - len(r.prompt_ids)) + r.prompt_ids for r in requests]
-        mask = [[0] * (longest - len(r.prompt_ids)) + [1] * len(r.prompt_ids) for r in requests]
+        ids_PT = torch.tensor([[pad] * (longest - len(p)) + [*p] for p in prompts], device=self.device)
+        mask_PT = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=self.device)
         ids = self.model.generate(
-            input_ids=torch.tensor(padded, device=self.device),
-            attention_mask=torch.tensor(mask, device=self.device),
+            input_ids=ids_PT[rows],
+            attention_mask=mask_PT[rows],
+            **self._read_prompts(ids_PT[:, :-1], mask_PT[:, :-1], rows),
             max_new_tokens=max_new_tokens,
             do_sample=False,
             logits_processor=self._processors([r.key for r in requests if r.key is not None]),
@@ -98,6 +104,21 @@ class Sampler:
             pad_token_id=pad,
         )
         return [self._until_end(row) for row in ids[:, longest:].tolist()]
+
+    def _read_prompts(self, ids_PT: Tensor, mask_PT: Tensor, rows: Tensor) -> dict[str, Any]:
+        """Keys and values of the prompts less their last token, one copy for each row, as generate's argument."""
+        from transformers import DynamicCache
+
+        if not ids_PT.shape[1]:
+            return {}
+        # transformers 5.x renames the argument on the way
+        name = "cache" if "cache" in signature(self.model.forward).parameters else "past_key_values"
+        cache: Any = DynamicCache(config=self.model.config)
+        positions_PT = (mask_PT.cumsum(-1) - 1).clamp(min=0)
+        inputs = {"input_ids": ids_PT, "attention_mask": mask_PT, "position_ids": positions_PT, name: cache}
+        self.model.base_model(**inputs, use_cache=True)
+        cache.batch_select_indices(rows)
+        return {name: cache}
 
     def _processors(self, keys: list[tuple[int, ...]]) -> Any:
         from transformers import (

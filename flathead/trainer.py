@@ -197,7 +197,9 @@ class Job:
         asked = [(i, n, question) for i, question in enumerate(questions) for n in range(rollout.n)]
         requests = [Request(self.prompt_ids(question), (seed, step, i, n)) for i, n, question in asked]
         responses = self.sampler.generate(requests, data.max_response_length)
-        rewards_B = torch.tensor([self.score(q, ids) for (_, _, q), ids in zip(asked, responses, strict=True)])
+        rewards_B = torch.tensor(
+            [self.task.score(q, self.text(ids)) for (_, _, q), ids in zip(asked, responses, strict=True)]
+        )
         group_B = torch.tensor([i for i, _, _ in asked])
         advantages_B = ADVANTAGES[self.config.algorithm.adv_estimator](rewards_B, group_B)
         return Samples([r.prompt_ids for r in requests], responses, rewards_B, advantages_B)
@@ -227,14 +229,15 @@ class Job:
         return batch.replace(**{name: log_prob_N})
 
     def held_out_accuracy(self) -> float:
-        """The share of held-out questions answered rightly by greedy decoding."""
+        """The share of held-out questions that greedy decoding answers rightly, in whatever form."""
         requests = [Request(self.prompt_ids(question), None) for question in self.task.held_out]
         responses = self.sampler.generate(requests, self.config.data.max_response_length)
-        right = [self.score(q, ids) == 1.0 for q, ids in zip(self.task.held_out, responses, strict=True)]
+        asked = zip(self.task.held_out, responses, strict=True)
+        right = [self.task.is_right(question, self.text(ids)) for question, ids in asked]
         return sum(right) / len(right)
 
-    def score(self, question: Question, response_ids: list[int]) -> float:
-        return self.task.score(question, self.tokenizer.decode(response_ids, skip_special_tokens=True))
+    def text(self, response_ids: list[int]) -> str:
+        return self.tokenizer.decode(response_ids, skip_special_tokens=True)
 
     def prompt_ids(self, question: Question) -> list[int]:
         """Errors: ValueError for a prompt longer than data.max_prompt_length."""

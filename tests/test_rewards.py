@@ -4,8 +4,9 @@ import math
 from typing import Any
 
 import pytest
+from reasoning_gym.factory import create_dataset
 
-from flathead.rewards import extract_answer, score
+from flathead.rewards import extract_answer, is_right, score
 
 
 @pytest.mark.parametrize(
@@ -72,3 +73,15 @@ def test_an_answer_the_task_cannot_parse_is_wrong() -> None:
         dataset.score_answer("no idea", dataset[0])
     assert score(dataset, dataset[0], "no idea") == 0.0
     assert score(dataset, dataset[0], dataset[0]["answer"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "right"),
+    [("7", True), ("7.", True), ("3 + 4 = 7", True), ("The answer is 7.", True), ("7 is not 8", False), ("17", False)],
+)
+def test_right_in_whatever_form(response: str, right: bool) -> None:
+    assert is_right(create_dataset("chain_sum"), {"answer": "7"}, response) is right
+
+
+def test_the_last_number_counts_only_where_the_answer_is_a_number() -> None:
+    assert not is_right(create_dataset("chain_sum"), {"answer": "x = 7"}, "y = 7")
