@@ -71,7 +71,7 @@ def test_value_and_gradients_are_as_good_as_naive(data: st.DataObject) -> None:
     }
     tiling = {
         "chunk_size": draw(st.sampled_from([None, 1, 3, 1000])),
-        "memory_budget": draw(st.sampled_from([None, 4096, 10**6])),
+        "memory_budget": draw(st.sampled_from([None, 1, 4096, 10**6])),
     }
     inputs = [tensor for tensor in (hidden, weight, bias, labels, mask) if tensor is not None]
     before = [(tensor.clone(), tensor._version) for tensor in inputs]
@@ -189,6 +189,28 @@ def test_an_upstream_gradient_of_one_output_only() -> None:
         truth = linear_reference(hidden, weight, None, labels, upstream, exact=True)[1]
         for grad, true in zip(together, truth, strict=True):
             torch.testing.assert_close(grad, true, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["every row", "masked"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_inplace_backward_writes_the_same_gradient_into_hidden(dtype: torch.dtype, masked: bool) -> None:
+    leaf, weight, _, labels = tensors(12, (2, 9), 8, 33, dtype, bias=False)
+    leaf.requires_grad_()
+    weight.requires_grad_()
+    mask = torch.arange(18).view(2, 9) % 3 != 0 if masked else None
+    results: list[tuple[Tensor, ...]] = []
+    for inplace in (False, True):
+        hidden = leaf * 1.0
+        before = hidden.detach().clone()
+        stats = flathead.linear_token_stats(hidden, weight, labels, mask=mask, inplace_backward=inplace, chunk_size=4)
+        assert torch.equal(hidden, before)
+        loss = (stats.log_prob + stats.entropy).sum()
+        results.append(torch.autograd.grad(loss, [hidden, weight], retain_graph=True))
+        assert (results[-1][0].data_ptr() == hidden.data_ptr()) is inplace
+        assert torch.equal(hidden, results[-1][0]) is inplace
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(loss, [hidden, weight])
 
 
 def test_several_backward_passes_add_up_and_change_no_input() -> None:

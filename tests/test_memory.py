@@ -199,6 +199,21 @@ def test_from_hidden_without_gradient_stays_flat() -> None:
     assert long - short <= 128 * (8192 - 2048)  # statistics and partials: a few numbers a row
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["every row", "masked"])
+def test_from_hidden_what_stays_after_forward_is_64_bytes_a_row(masked: bool) -> None:
+    rows = 2048
+    hidden_NH, weight_VH, labels = head_inputs(rows, 64, 256)
+    mask = torch.arange(rows) % 4 != 0 if masked else None
+    temperature = torch.full((rows,), 0.7)
+    with TensorMemory() as memory:
+        stats = flathead.linear_token_stats(
+            hidden_NH, weight_VH, labels, mask=mask, temperature=temperature, stats=STATS
+        )
+        assert memory.live <= (64 + 4 * 4) * rows  # saved, and the four statistics themselves
+        del stats
+        assert memory.live == 0
+
+
 def test_from_hidden_the_budget_is_kept() -> None:
     rows, hidden = 512, 64
     for budget in (500_000, 2_000_000, 8_000_000):

@@ -107,6 +107,24 @@ def test_row_alone_equals_row_in_the_batch_bit_for_bit(case: Case) -> None:
         assert_same_bits(run(alone), ({name: value[row] for name, value in values.items()}, grad[row]))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_row_alone_equals_row_in_the_batch_with_several_threads(dtype: torch.dtype) -> None:
+    """A vocabulary that torch shares out among threads: the way a row is summed must not depend on its neighbours."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 200_001, generator=generator).to(dtype)
+    labels, ones = torch.tensor([0, 100_000, 200_000]), {name: torch.ones(3) for name in STATS}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        values, grad = run(Case(logits, labels, {}, STATS, ones, 3))  # in one chunk
+        for row in range(3):
+            one = {name: torch.ones(()) for name in STATS}
+            alone = run(Case(logits[row], labels[row], {}, STATS, one, None))
+            assert_same_bits(alone, ({name: value[row] for name, value in values.items()}, grad[row]))
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_49_tokens_in_chunks_of_8(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import flathead
 from tests.support.counting import saved_bytes_beyond, saved_tensors, wide_operations
@@ -54,6 +55,17 @@ def test_without_gradient_nothing_is_saved(how: str) -> None:
     assert not any(getattr(result, name).requires_grad for name in STATS)
     with_grad = flathead.token_stats(logits.detach().clone().requires_grad_(), labels, stats=STATS)
     assert all(torch.equal(getattr(result, name), getattr(with_grad, name)) for name in STATS)
+
+
+def test_tensors_made_in_inference_mode() -> None:
+    logits, labels = inputs()
+    with torch.inference_mode():
+        made_here = logits.detach().clone()
+        stats = flathead.token_stats(made_here, labels)
+        weight = torch.eye(V)
+        from_hidden = flathead.linear_token_stats(made_here, weight, labels)
+    assert torch.equal(stats.entropy, flathead.token_stats(logits, labels).entropy)
+    torch.testing.assert_close(from_hidden.log_prob, stats.log_prob)
 
 
 def test_statistics_not_asked_for_are_not_computed() -> None:
@@ -103,6 +115,17 @@ def test_the_same_logits_in_two_calls() -> None:
     ones = torch.ones(N)
     _, expected = reference(logits, labels, {"log_prob": ones, "entropy": -ones}, dtype=torch.float64)
     torch.testing.assert_close(logits.grad, expected)
+
+
+def test_recomputation_under_activation_checkpointing() -> None:
+    logits, labels = inputs()
+
+    def log_prob(x: Tensor) -> Tensor:
+        return flathead.token_stats(2 * x, labels).log_prob
+
+    (expected,) = torch.autograd.grad(log_prob(logits).sum(), logits)
+    again = checkpoint(log_prob, logits, use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(again.sum(), logits)[0], expected)
 
 
 def test_second_derivatives_are_refused_not_silently_zero() -> None:

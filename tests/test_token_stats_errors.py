@@ -165,6 +165,13 @@ def test_vocab_shard_refuses(arguments: tuple[Any, ...], got: str) -> None:
     assert got in str(caught.value)
 
 
+def test_vocab_shard_from_group_refuses() -> None:
+    with pytest.raises(ValueError, match=r"vocab_size.*0"):
+        flathead.VocabShard.from_group(None, 8, 0)
+    with pytest.raises(ValueError, match="vocab_size 9"):
+        flathead.VocabShard.from_group(None, 8, 9)
+
+
 def test_a_temperature_that_wants_a_gradient_is_refused_not_ignored() -> None:
     temperature = torch.ones(2, 3, requires_grad=True)
     with pytest.raises(ValueError, match="temperature"):
