@@ -11,16 +11,23 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 _CHARACTERS = [*"0123456789", " ", "-", ",", "."]
-# gcd: four answers in ten are "2" and a quarter "1", so that even this model has something to learn.
+# gcd: four answers in ten are "2" and a quarter "1", so that even this model has something to learn. Everything that
+# has a state takes part: mini-batches and epochs (old log-probabilities), the reference, warm-up, momentum.
 SMALL = (
     "data.task=gcd",
+    "data.instruction=''",
     "data.max_response_length=2",
     "data.max_prompt_length=256",
     "data.train_batch_size=4",
-    "data.val_size=8",
-    "actor.ppo_mini_batch_size=4",
-    "actor.optim.lr=1e-2",
-    "rollout.n=8",
+    "data.val_size=6",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_epochs=2",
+    "actor.entropy_coeff=0.01",
+    "actor.kl_loss_coef=0.01",
+    "actor.optim.lr=5e-3",
+    "actor.optim.lr_warmup_steps=4",
+    "rollout.n=4",
+    "trainer.save_freq=2",
 )
 # What does not tell how long it took or how much memory.
 EXACT = ("reward", "reward_std", "loss", "entropy", "kl", "ratio", "pg_clipfrac", "grad_norm", "lr", "response_length")
