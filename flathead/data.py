@@ -73,10 +73,6 @@ class TaskData:
         """The reward of a response, in [0, 1]."""
         return rewards.score(self._scorer, question.entry, response_text)
 
-    def is_right(self, question: Question, response_text: str) -> bool:
-        """Whether the answer is right, in whatever form (`rewards.is_right`)."""
-        return rewards.is_right(self._scorer, question.entry, response_text)
-
     def _question(self, stream: str, piece: int, position: int, index: int) -> Question:
         entry = self._piece(stream, piece)[position]
         return Question(f"{entry['question']}\n{self.instruction}", entry, index)

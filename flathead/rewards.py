@@ -15,23 +15,33 @@ class Scorer(Protocol):
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
 
 
-def extract_answer(response: str) -> str:
+def is_number(answer: object) -> bool:
+    return _NUMBER.fullmatch(str(answer)) is not None
+
+
+def extract_answer(response: str, number: bool = False) -> str:
     """The text within the last <answer>...</answer>, else the whole response; stripped.
 
-    The full stop after a bare number goes: "12." is 12 with good manners.
+    The full stop after a bare number goes: "12." is 12 with good manners. number: the last number in that text, if any.
     """
     tagged = _ANSWER.findall(response)
     answer = (tagged[-1] if tagged else response).strip()
+    numbers = _NUMBER.findall(answer) if number else []
+    if numbers:
+        return numbers[-1]
     return answer[:-1] if _NUMBER_AND_STOP.fullmatch(answer) else answer
 
 
 def score(dataset: Scorer, entry: dict[str, Any], response: str) -> float:
     """reasoning-gym's score of the response's answer, in [0, 1].
 
+    Where the answer is a number, the last number of the response is taken, and it is right (1) or wrong (0): for a 1
+    inside a 10 reasoning-gym would give half the reward, and a policy would learn to earn that.
     Errors: ValueError when the task's score is not a finite number in [0, 1].
     """
+    number = is_number(entry.get("answer"))
     try:
-        reward = float(dataset.score_answer(extract_answer(response), entry))
+        reward = float(dataset.score_answer(extract_answer(response, number), entry))
     # Several tasks (prime_factorization, boxnet, game_of_life, coin_flip) parse answers without a guard and raise
     # one of these for an answer that is no number, no list, no board: a wrong answer, then.
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
@@ -40,13 +50,4 @@ def score(dataset: Scorer, entry: dict[str, Any], response: str) -> float:
         raise ValueError(
             f"score of {type(dataset).__name__}: expected a number in [0, 1], got {reward} for {response!r}"
         )
-    return reward
-
-
-def is_right(dataset: Scorer, entry: dict[str, Any], response: str) -> bool:
-    """Whether the answer is right, in whatever form: it scores 1, or is a number and the last one in the response does.
-
-    The reward also asks for the form ("Reply with the number only."); this measures what the model knows.
-    """
-    numbers = _NUMBER.findall(response) if _NUMBER.fullmatch(str(entry["answer"])) else []
-    return any(score(dataset, entry, answer) == 1.0 for answer in (response, *numbers[-1:]))
+    return float(reward == 1.0) if number else reward

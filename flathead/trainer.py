@@ -229,11 +229,11 @@ class Job:
         return batch.replace(**{name: log_prob_N})
 
     def held_out_accuracy(self) -> float:
-        """The share of held-out questions that greedy decoding answers rightly, in whatever form."""
+        """The share of held-out questions that greedy decoding answers rightly: those with the full reward."""
         requests = [Request(self.prompt_ids(question), None) for question in self.task.held_out]
         responses = self.sampler.generate(requests, self.config.data.max_response_length)
         asked = zip(self.task.held_out, responses, strict=True)
-        right = [self.task.is_right(question, self.text(ids)) for question, ids in asked]
+        right = [self.task.score(question, self.text(ids)) == 1.0 for question, ids in asked]
         return sum(right) / len(right)
 
     def text(self, response_ids: list[int]) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from reasoning_gym.factory import create_dataset
 
-from flathead.rewards import extract_answer, is_right, score
+from flathead.rewards import extract_answer, score
 
 
 @pytest.mark.parametrize(
@@ -76,12 +76,24 @@ def test_an_answer_the_task_cannot_parse_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("response", "right"),
-    [("7", True), ("7.", True), ("3 + 4 = 7", True), ("The answer is 7.", True), ("7 is not 8", False), ("17", False)],
+    ("response", "reward"),
+    [
+        ("7", 1.0),
+        ("7.", 1.0),
+        ("3 + 4 = 7", 1.0),
+        ("The answer is 7.", 1.0),
+        ("<answer>It is 7</answer> 8", 1.0),
+        ("7 is not 8", 0.0),
+        ("17", 0.0),  # 7 inside 17: no partial reward
+        ("seven", 0.0),
+        ("", 0.0),
+    ],
 )
-def test_right_in_whatever_form(response: str, right: bool) -> None:
-    assert is_right(create_dataset("chain_sum"), {"answer": "7"}, response) is right
+def test_a_number_is_right_or_wrong_whatever_stands_before_it(response: str, reward: float) -> None:
+    assert score(create_dataset("chain_sum"), {"answer": "7"}, response) == reward
 
 
 def test_the_last_number_counts_only_where_the_answer_is_a_number() -> None:
-    assert not is_right(create_dataset("chain_sum"), {"answer": "x = 7"}, "y = 7")
+    dataset = Fixed(0.5)
+    assert score(dataset, {"answer": "x = 7"}, "y = 7") == 0.5
+    assert dataset.seen[0][0] == "y = 7"
