@@ -23,7 +23,10 @@ class EntropyChunkingConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW; `clip_grad` bounds the gradient's total 2-norm; the learning rate rises linearly over the warm-up."""
+    """AdamW; `clip_grad` bounds the gradient's total 2-norm; the learning rate rises linearly over the warm-up.
+
+    lr_scheduler_type: then `constant`, or `cosine`: falling to 0 at `total_training_steps` optimizer steps.
+    """
 
     lr: float = 1e-6
     weight_decay: float = 0.01
@@ -31,6 +34,18 @@ class OptimConfig:
     eps: float = 1e-8
     clip_grad: float = 1.0
     lr_warmup_steps: int = 0
+    lr_scheduler_type: str = "constant"
+    total_training_steps: int = 0
+
+
+def lr_factor(optim: OptimConfig, step: int) -> float:
+    """What the learning rate is multiplied by in optimizer step `step`, counted from 0."""
+    if step < optim.lr_warmup_steps:
+        return (step + 1) / optim.lr_warmup_steps
+    if optim.lr_scheduler_type == "constant":
+        return 1.0
+    progress = (step - optim.lr_warmup_steps) / (optim.total_training_steps - optim.lr_warmup_steps)
+    return 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
 
 
 @dataclass
@@ -232,6 +247,9 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
         _above_zero(f"{key}.optim.{name}", getattr(actor.optim, name))
     for name in ("weight_decay", "lr_warmup_steps"):
         _at_least(f"{key}.optim.{name}", getattr(actor.optim, name), 0)
+    _one_of(f"{key}.optim.lr_scheduler_type", actor.optim.lr_scheduler_type, ("constant", "cosine"))
+    if actor.optim.lr_scheduler_type == "cosine":
+        _at_least(f"{key}.optim.total_training_steps", actor.optim.total_training_steps, actor.optim.lr_warmup_steps + 1)
     if len(actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in actor.optim.betas):
         raise ValueError(f"{key}.optim.betas: expected two numbers in [0, 1), got {list(actor.optim.betas)}")
     for name in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu"):

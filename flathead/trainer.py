@@ -26,7 +26,7 @@ from flathead.batch import PackedBatch
 from flathead.config import TrainConfig, task_settings
 from flathead.data import Question, TaskData
 from flathead.engines.base import Engine
-from flathead.engines.fsdp import FSDPEngine
+from flathead.engines.fsdp import FSDPEngine, check_layout
 from flathead.losses import LossFn, policy_loss_fn, token_weights
 from flathead.metrics import RunLog, plot_report
 from flathead.pretrained import load_model, load_tokenizer, locate
@@ -44,6 +44,7 @@ _FREE = (
     "trainer.resume",
     "trainer.live",
     "data.max_prompt_length",
+    "actor_rollout_ref.actor.optim.total_training_steps",
     "actor_rollout_ref.actor.fsdp_config",
     "actor_rollout_ref.ref.fsdp_config",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
@@ -96,6 +97,7 @@ class Job:
         self.config, self.task, self.tokenizer, self.run_dir = config, task, tokenizer, run_dir
         arr = config.actor_rollout_ref
         self.rank = dist.get_rank() if dist.is_initialized() else 0
+        _check_processes(config, dist.get_world_size() if dist.is_initialized() else 1)
         self._check_prompts()
         self.loss_fn = _loss_fn(config)
         model = load_model(arr.model.path)
@@ -105,11 +107,6 @@ class Job:
         self.reference: Engine | None = None
         if reference is not None:
             self.reference = FSDPEngine(reference.requires_grad_(False), arr.ref.fsdp_config, arr.actor.optim)
-        if arr.actor.ppo_mini_batch_size * arr.rollout.n < self.engine.dp_size:
-            raise ValueError(
-                f"actor_rollout_ref.actor.ppo_mini_batch_size: expected a response for each of {self.engine.dp_size} "
-                f"data-parallel ranks, got {arr.actor.ppo_mini_batch_size} prompts x n {arr.rollout.n}"
-            )
         self.sampler = Sampler(model.config, tokenizer, arr.rollout, self.engine.device)
 
     def run(self, resumed: Path | None, stop: StopSignals) -> int:
@@ -281,6 +278,25 @@ class Job:
             result = {"steps": self.config.trainer.steps, "before": before, "after": after}
             checkpoint.write_text(self.run_dir / "result.json", json.dumps(result))
         return _closing_line(before, after)
+
+
+def _check_processes(config: TrainConfig, world: int) -> None:
+    """Errors: ValueError where models or batches cannot be divided among the processes."""
+    arr = config.actor_rollout_ref
+    tp, ref_tp = arr.actor.fsdp_config.tensor_parallel_size, arr.ref.fsdp_config.tensor_parallel_size
+    check_layout(arr.actor.fsdp_config, world)
+    if arr.actor.use_kl_loss:
+        check_layout(arr.ref.fsdp_config, world)
+        if ref_tp != tp:
+            raise ValueError(
+                f"actor_rollout_ref.ref.fsdp_config.tensor_parallel_size: expected the actor's {tp}, since both see the "
+                f"same batches, got {ref_tp}"
+            )
+    if arr.actor.ppo_mini_batch_size * arr.rollout.n < world // tp:
+        raise ValueError(
+            f"actor_rollout_ref.actor.ppo_mini_batch_size: expected a response for each of {world // tp} data-parallel "
+            f"ranks, got {arr.actor.ppo_mini_batch_size} prompts x n {arr.rollout.n}"
+        )
 
 
 def _loss_fn(config: TrainConfig) -> LossFn:

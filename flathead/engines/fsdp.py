@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from flathead.config import FSDPEngineConfig, OptimConfig, check_engine
+from flathead.config import FSDPEngineConfig, OptimConfig, check_engine, lr_factor
 from flathead.engines.base import Engine, MicroStep
 from flathead.engines.packed_attention import use_packed_attention, without_mask
 from flathead.engines.tensor_parallel import check_tensor_parallel, shard_over_tp
@@ -44,7 +45,7 @@ class FSDPEngine(Engine):
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.config, self.optim = config, optim
         self.tp_size, self.dp_size = config.tensor_parallel_size, world // max(config.tensor_parallel_size, 1)
-        _check_layout(config, world)
+        check_layout(config, world)
         check_model(model)
         self.device = _device()
         self._architecture, self._saved_dtype = type(model), model.dtype
@@ -68,10 +69,7 @@ class FSDPEngine(Engine):
             weight_decay=optim.weight_decay,
             foreach=False if self.tp_size > 1 else None,  # DTensors of two meshes do not go into one foreach call
         )
-        warmup = optim.lr_warmup_steps
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: min(1.0, (step + 1) / max(warmup, 1))
-        )
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, partial(lr_factor, optim))
 
     def _distribute(self) -> None:
         """Tensor parallel over neighbouring ranks, then FSDP2 per layer and for the rest over the remaining ones."""
@@ -201,7 +199,7 @@ class _HeadForward:
         return results
 
 
-def _check_layout(config: FSDPEngineConfig, world: int) -> None:
+def check_layout(config: FSDPEngineConfig, world: int) -> None:
     tp, shard = config.tensor_parallel_size, config.fsdp_size
     if tp < 1 or world % tp:
         raise ValueError(f"tensor_parallel_size {tp} does not divide the {world} processes; start a multiple of {tp}")

@@ -26,6 +26,8 @@ SMALL = (
     "actor.kl_loss_coef=0.01",
     "actor.optim.lr=5e-3",
     "actor.optim.lr_warmup_steps=4",
+    "actor.optim.lr_scheduler_type=constant",
+    "actor.optim.lr_scheduler_type=constant",
     "rollout.n=4",
     "trainer.save_freq=2",
 )
