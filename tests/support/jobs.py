@@ -27,7 +27,6 @@ SMALL = (
     "actor.optim.lr=5e-3",
     "actor.optim.lr_warmup_steps=4",
     "actor.optim.lr_scheduler_type=constant",
-    "actor.optim.lr_scheduler_type=constant",
     "rollout.n=4",
     "trainer.save_freq=2",
 )
