@@ -1,5 +1,7 @@
 """From the YAML tree and the command line's overrides to a checked TrainConfig (Hydra and OmegaConf do the work)."""
 
+import re
+from difflib import get_close_matches
 from typing import cast
 
 from hydra import compose as hydra_compose
@@ -14,12 +16,40 @@ from flathead import config as schema
 ConfigStore.instance().store(name="schema", node=schema.TrainConfig)
 
 
+_WRONG_TYPE = re.compile(r"Value (.*) of type '.*' could not be converted to (\w+)", re.DOTALL)
+_HELP = "`flathead train --help` prints every key"
+
+
 def _one_line(error: Exception) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = getattr(cause, "full_key", None)
     reason = next((line for line in lines if not line.startswith(("full_key", "object_type", "reference_type"))), "")
-    return f"{key}: {reason}" if key else "; ".join(lines[:2])
+    if wrong_type := _WRONG_TYPE.match(reason):
+        reason = f"expected {wrong_type[2].lower()}, got {wrong_type[1]}"
+    return f"{key}: {reason}" if key else lines[0]
+
+
+def _check_keys(overrides: list[str]) -> None:
+    """Errors: ValueError for an override's key that is not declared. Hydra's groups (with @ or /) are left to it."""
+    declared = OmegaConf.structured(schema.TrainConfig)
+    for override in overrides:
+        key = override.partition("=")[0]
+        if "@" in key or "/" in key:
+            continue
+        node, known = declared, ""
+        for part in key.split("."):
+            names = list(node) if isinstance(node, DictConfig) else []
+            if part not in names:
+                near = get_close_matches(part, names, n=1)
+                hint = (
+                    f"did you mean {known}{near[0]}? "
+                    if near
+                    else f"{known[:-1] or 'the top level'} has "
+                    + (f"{', '.join(names)}; " if names else "no keys of its own; ")
+                )
+                raise ValueError(f"{key}: no such key; {hint}{_HELP}")
+            node, known = node[part], f"{known}{part}."
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
@@ -27,11 +57,12 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
 
     Errors: ValueError naming an unknown key, a value of the wrong type, or an unknown configuration name.
     """
+    _check_keys(overrides)
     with initialize_config_module("flathead.conf", version_base="1.3"):
         try:
             return hydra_compose(config_name, overrides)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ValueError(f"{_one_line(error)}; `flathead train --help` prints every key") from error
+            raise ValueError(f"{_one_line(error)}; {_HELP}") from error
 
 
 def resolve(composed: DictConfig) -> schema.TrainConfig:

@@ -289,8 +289,8 @@ def _check_processes(config: TrainConfig, world: int) -> None:
         check_layout(arr.ref.fsdp_config, world)
         if ref_tp != tp:
             raise ValueError(
-                f"actor_rollout_ref.ref.fsdp_config.tensor_parallel_size: expected the actor's {tp}, since both see the "
-                f"same batches, got {ref_tp}"
+                f"actor_rollout_ref.ref.fsdp_config.tensor_parallel_size: expected the actor's {tp}, since both are "
+                f"given the same batches, got {ref_tp}"
             )
     if arr.actor.ppo_mini_batch_size * arr.rollout.n < world // tp:
         raise ValueError(

@@ -7,7 +7,7 @@ import torch
 
 from flathead.batch import PackedBatch
 from flathead.config import FSDPEngineConfig, OptimConfig
-from flathead.engines.fsdp import FSDPEngine, _check_layout
+from flathead.engines.fsdp import FSDPEngine, check_layout
 from flathead.engines.tensor_parallel import check_tensor_parallel
 from tests.engine_contract.reference import STATS, TEMPERATURE, loss_fn, naive_stats, whole_batch
 from tests.support.models import tiny
@@ -146,7 +146,7 @@ def test_sizes_that_do_not_divide_are_shown() -> None:
     with pytest.raises(ValueError, match=r"tensor_parallel_size 2 does not divide the 1 processes"):
         engine(tiny("llama"), tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"fsdp_size 3 does not divide the 4 data-parallel ranks \(8 processes"):
-        _check_layout(FSDPEngineConfig(fsdp_size=3, tensor_parallel_size=2), 8)
+        check_layout(FSDPEngineConfig(fsdp_size=3, tensor_parallel_size=2), 8)
     with pytest.raises(ValueError, match=r"tp\(3\) does not divide num_attention_heads 4; .* one of 1, 2"):
         check_tensor_parallel(tiny("llama"), 3)
     with pytest.raises(ValueError, match=r"tp\(2\) does not divide vocab_size 511"):
