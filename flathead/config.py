@@ -175,7 +175,7 @@ class TrainerConfig:
     live: the live table, when the output is a terminal.
     """
 
-    steps: int = 15
+    steps: int = 12
     run_dir: str | None = None
     seed: int = 0
     save_freq: int = 5
