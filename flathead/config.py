@@ -249,7 +249,9 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
         _at_least(f"{key}.optim.{name}", getattr(actor.optim, name), 0)
     _one_of(f"{key}.optim.lr_scheduler_type", actor.optim.lr_scheduler_type, ("constant", "cosine"))
     if actor.optim.lr_scheduler_type == "cosine":
-        _at_least(f"{key}.optim.total_training_steps", actor.optim.total_training_steps, actor.optim.lr_warmup_steps + 1)
+        _at_least(
+            f"{key}.optim.total_training_steps", actor.optim.total_training_steps, actor.optim.lr_warmup_steps + 1
+        )
     if len(actor.optim.betas) != 2 or not all(0 <= beta < 1 for beta in actor.optim.betas):
         raise ValueError(f"{key}.optim.betas: expected two numbers in [0, 1), got {list(actor.optim.betas)}")
     for name in ("ppo_mini_batch_size", "ppo_epochs", "ppo_max_token_len_per_gpu"):
