@@ -99,7 +99,8 @@ def check_mask(mask: Tensor | None, lead: torch.Size, like: Tensor) -> None:
 
 def check_overwritable(tensor: Tensor, options: Options) -> None:
     """inplace_backward needs a place of its own for every row, and rows that still hold what they should."""
-    if getattr(tensor, "_flathead_overwritten_at", None) == tensor._version:
+    at = getattr(tensor, "_flathead_overwritten_at", None)
+    if at is not None and at == tensor._version:
         raise ValueError(
             "inplace_backward: this tensor holds the gradient an earlier backward wrote over it; use a fresh one"
         )

@@ -287,6 +287,8 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
 def check(config: TrainConfig) -> None:
     """Raises ValueError for a value that makes no sense, alone or with the others."""
     arr, data, trainer = config.actor_rollout_ref, config.data, config.trainer
+    for name, least in (("steps", 1), ("save_freq", 1), ("test_freq", 0), ("max_ckpt_to_keep", 1)):
+        _at_least(f"trainer.{name}", getattr(trainer, name), least)
     _check_actor(arr.actor, data)
     check_engine("actor_rollout_ref.ref.fsdp_config", arr.ref.fsdp_config)
     for name in ("n", "max_num_seqs"):
@@ -312,6 +314,4 @@ def check(config: TrainConfig) -> None:
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu: expected at least data.max_prompt_length + "
             f"data.max_response_length = {longest}, got {arr.actor.ppo_max_token_len_per_gpu}"
         )
-    for name, least in (("steps", 1), ("save_freq", 1), ("test_freq", 0), ("max_ckpt_to_keep", 1)):
-        _at_least(f"trainer.{name}", getattr(trainer, name), least)
     _one_of("trainer.resume", trainer.resume, ("auto", "never"))

@@ -51,7 +51,8 @@ class VocabShard:
                 f"VocabShard.from_group: vocab_size {vocab_size} exceeds {size} shards x {local_size} columns "
                 f"= {size * local_size}"
             )
-        return cls(rank * local_size, (rank + 1) * local_size, vocab_size or size * local_size, group)
+        vocab_size = size * local_size if vocab_size is None else vocab_size
+        return cls(rank * local_size, (rank + 1) * local_size, vocab_size, group)
 
     @property
     def width(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.truth import STATS
 
-LAYOUTS = ("contiguous", "transposed", "sliced", "strided_last", "expanded", "offset")
+LAYOUTS = ("contiguous", "transposed", "swapped", "sliced", "strided_last", "expanded", "offset")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -20,6 +20,9 @@ def lay_out(values: Tensor, layout: str) -> Tensor:
         return values.contiguous()
     if layout == "transposed":
         return values.movedim(-1, 0).contiguous().movedim(0, -1)
+    if layout == "swapped":  # the leading dimensions the other way round in memory
+        order = [*range(values.dim() - 2, -1, -1), values.dim() - 1]
+        return values.permute(order).contiguous().permute(order)
     if layout == "sliced":
         return torch.cat([values, torch.full_like(values[..., :1], 77.0)], dim=-1)[..., :-1]
     if layout == "strided_last":
