@@ -96,5 +96,5 @@ def test_sync_takes_over_the_weights(parts: tuple[Any, Any]) -> None:
     assert made.model.dtype == torch.bfloat16
     made.sync((name, torch.full_like(weight, 0.5)) for name, weight in model.named_parameters())
     assert all((weight == 0.5).all() for weight in made.model.parameters())
-    with pytest.raises(ValueError, match="no weight called model.norm.bias"):
+    with pytest.raises(ValueError, match=r"no weight called model.norm.bias"):
         made.sync([("model.norm.bias", torch.zeros(64))])
