@@ -19,4 +19,5 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    launched = ("distributed", "engine_contract")  # real processes: later than what runs in this one
+    items.sort(key=lambda item: (item.get_closest_marker("slow") is not None, item.path.parent.name in launched))
