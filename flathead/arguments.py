@@ -1,6 +1,5 @@
 """Bad input is refused here, before any work: every error names the argument, what was expected and what came."""
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -33,8 +32,12 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
+
+def _is_positive(value: object) -> bool:
+    """A number that fp32, in which it is used, holds with full precision."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and _SMALLEST <= value <= _LARGEST
 
 
 def check_options(options: Options) -> Options:
@@ -47,8 +50,8 @@ def check_options(options: Options) -> Options:
         require(value is None or (_is_int(value) and value > 0), name, "a positive int or None", repr(value))
     cap, scale = options.softcap, options.logit_scale
     positive = "a positive finite number"
-    require(cap is None or (_is_number(cap) and 0 < cap < math.inf), "softcap", positive + " or None", repr(cap))
-    require(_is_number(scale) and 0 < scale < math.inf, "logit_scale", positive, repr(scale))
+    require(cap is None or _is_positive(cap), "softcap", positive + " or None", repr(cap))
+    require(_is_positive(scale), "logit_scale", positive, repr(scale))
     require(_is_int(options.ignore_index), "ignore_index", "an int", repr(options.ignore_index))
     require(isinstance(options.inplace_backward, bool), "inplace_backward", "a bool", repr(options.inplace_backward))
     kernels.resolve(options.impl)
@@ -133,6 +136,7 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dty
     """hidden (..., H), weight (V_local, H), bias (V_local): returns the dtype their product is computed in."""
     require(weight.ndim == 2, "weight.shape", "(V_local, H)", tuple(weight.shape))
     width = hidden.shape[-1]
+    require(width > 0, "hidden.shape", "at least one feature", tuple(hidden.shape))
     require(
         weight.shape[1] == width, "weight.shape", f"(V_local, {width}), as hidden has H = {width}", tuple(weight.shape)
     )
@@ -156,9 +160,10 @@ def scaling_of(temperature: float | Tensor, lead: torch.Size, like: Tensor, opti
     inner = float(options.logit_scale) if options.softcap is not None else 1.0
     cap = None if options.softcap is None else float(options.softcap)
     if not isinstance(temperature, Tensor):
-        positive = _is_number(temperature) and 0 < temperature < math.inf
-        require(positive, "temperature", "a positive finite number or tensor", repr(temperature))
+        require(_is_positive(temperature), "temperature", "a positive finite number or tensor", repr(temperature))
         return Scaling(scale / float(temperature), cap, inner)
+    real = not (temperature.is_complex() or temperature.dtype == torch.bool)
+    require(real, "temperature.dtype", "a floating or integer dtype", temperature.dtype)
     require(
         not temperature.requires_grad, "temperature", "a tensor without gradient; call .detach()", "requires_grad=True"
     )
@@ -175,6 +180,6 @@ def scaling_of(temperature: float | Tensor, lead: torch.Size, like: Tensor, opti
             f"temperature.shape: expected to broadcast to {tuple(lead)}, got {tuple(temperature.shape)}"
         ) from None
     if not values.is_meta and values.numel():
-        fine = (values > 0) & (values < math.inf)
+        fine = (values >= _SMALLEST) & (values <= _LARGEST)
         require(bool(fine.all()), "temperature", "positive finite values", values[~fine][:1].tolist())
     return Scaling(scale / values, cap, inner)

@@ -184,3 +184,21 @@ def test_good_arguments_of_the_tables_are_accepted() -> None:
     """The tables change one argument of calls that work."""
     assert flathead.token_stats(LOGITS, LABELS).log_prob.shape == (2, 3)
     assert flathead.linear_token_stats(HIDDEN, WEIGHT, LABELS).log_prob.shape == (2, 3)
+
+
+@pytest.mark.parametrize("argument", ["temperature", "softcap", "logit_scale"])
+@pytest.mark.parametrize("value", [2e-39, 1e39, 10**400])
+def test_numbers_that_fp32_does_not_hold_are_refused(argument: str, value: float) -> None:
+    with pytest.raises(ValueError, match=argument):
+        flathead.token_stats(LOGITS, LABELS, **{argument: value})
+
+
+@pytest.mark.parametrize("value", [torch.tensor(2e-39), torch.tensor(2 + 5j), torch.tensor(True)])
+def test_temperature_tensors_that_are_no_positive_real_number_are_refused(value: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        flathead.token_stats(LOGITS, LABELS, temperature=value)
+
+
+def test_hidden_states_without_features_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"hidden\.shape"):
+        flathead.linear_token_stats(torch.zeros(2, 0), torch.zeros(5, 0), torch.tensor([0, 1]))
