@@ -17,11 +17,12 @@ PROMPT = [3, 4, 5, 6]
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """A model that prefers some tokens to others, and its tokenizer (end of text: 2)."""
+    """A model that prefers some tokens and looks at positions, and its tokenizer (end of text: 2)."""
     path: Path = tiny_chat_model(tmp_path_factory.mktemp("model"))
     model = AutoModelForCausalLM.from_pretrained(path)
     with torch.no_grad():
-        model.lm_head.weight.mul_(8)
+        for weight in model.parameters():
+            weight.mul_(8 if weight.dim() == 2 else 1)
     return model.eval(), AutoTokenizer.from_pretrained(path)
 
 
@@ -33,7 +34,8 @@ def sampler(parts: tuple[Any, Any], **options: Any) -> Sampler:
 
 
 def requests(count: int) -> list[Request]:
-    return [Request([3 + i % 7] * (1 + i % 5), (0, 1, i)) for i in range(count)]
+    """Prompts of one to five tokens, each token another, so that positions tell."""
+    return [Request([3 + (i + 5 * j) % 14 for j in range(1 + i % 5)], (0, 1, i)) for i in range(count)]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 
 from flathead import checkpoint
 from flathead.cli import main
+from flathead.data import Question, TaskData
 from tests.support.jobs import command, curve, records, start, tiny_chat_model, torchrun
 
 STEPS = 6
@@ -76,6 +77,25 @@ def test_leaves_what_it_promises(model: Path, whole: Path) -> None:
     first = AutoModelForCausalLM.from_pretrained(model)
     assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), first.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(whole / "final")("12")["input_ids"] == [4, 5]
+
+
+def test_further_steps_on_a_batch_are_off_policy(whole: Path) -> None:
+    """Two epochs of two mini-batches: all but the first step are taken against the old log-probabilities."""
+    assert all(abs(record["ratio"] - 1) > 1e-4 and record["ppo_kl"] != 0 for record in records(whole))
+
+
+def test_every_step_asks_new_questions(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    stock = TaskData.train
+
+    def train(self: TaskData, index: int) -> Question:
+        asked.append(index)
+        return stock(self, index)
+
+    monkeypatch.setattr(TaskData, "train", train)
+    for steps in (1, 3):
+        assert main(command(model, tmp_path / "run", f"trainer.steps={steps}")) == 0
+    assert asked == [*range(4), *range(4), *range(12), *range(4, 12)]  # checked, then trained on; and the rest
 
 
 def test_the_last_line(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
