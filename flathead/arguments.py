@@ -52,7 +52,8 @@ def check_options(options: Options) -> Options:
     positive = "a positive finite number"
     require(cap is None or _is_positive(cap), "softcap", positive + " or None", repr(cap))
     require(_is_positive(scale), "logit_scale", positive, repr(scale))
-    require(_is_int(options.ignore_index), "ignore_index", "an int", repr(options.ignore_index))
+    ignore = options.ignore_index
+    require(_is_int(ignore) and -(2**63) <= ignore < 2**63, "ignore_index", "an int that int64 holds", repr(ignore))
     require(isinstance(options.inplace_backward, bool), "inplace_backward", "a bool", repr(options.inplace_backward))
     kernels.resolve(options.impl)
     return options._replace(stats=tuple(name for name in STATS if name in stats))
@@ -63,7 +64,25 @@ def check_floating(name: str, tensor: object) -> None:
     assert isinstance(tensor, Tensor)
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     require(tensor.dtype in floats, f"{name}.dtype", "float16, bfloat16, float32 or float64", tensor.dtype)
+    check_dense(name, tensor)
     require(tensor.ndim >= 1, f"{name}.shape", "at least one dimension", tuple(tensor.shape))
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    require(tensor.layout == torch.strided, f"{name}.layout", "torch.strided", tensor.layout)
+    require(not tensor.is_meta, f"{name}.device", "a device with data", "meta")
+    require(not tensor.is_nested, name, "an ordinary tensor", "a nested one; pass its values()")
+
+
+def check_not_inference(gradient_wanted: bool, **tensors: Tensor | None) -> None:
+    """Autograd cannot keep a tensor made under inference_mode for backward."""
+    for name, tensor in tensors.items():
+        require(
+            tensor is None or not (gradient_wanted and tensor.is_inference()),
+            name,
+            "a tensor made outside torch.inference_mode, since another argument needs a gradient",
+            "one made inside; use torch.no_grad there, or pass its .clone()",
+        )
 
 
 def check_labels(labels: Tensor | None, lead: torch.Size, like: Tensor, options: Options) -> None:
@@ -73,6 +92,7 @@ def check_labels(labels: Tensor | None, lead: torch.Size, like: Tensor, options:
         return
     require(isinstance(labels, Tensor), "labels", "an int64 tensor", type(labels).__name__)
     require(labels.dtype == torch.int64, "labels.dtype", "torch.int64", labels.dtype)
+    check_dense("labels", labels)
     require(labels.shape == lead, "labels.shape", f"{tuple(lead)}, the leading shape", tuple(labels.shape))
     require(labels.device == like.device, "labels.device", like.device, labels.device)
 
@@ -96,24 +116,9 @@ def check_mask(mask: Tensor | None, lead: torch.Size, like: Tensor) -> None:
         return
     require(isinstance(mask, Tensor), "mask", "a bool tensor", type(mask).__name__)
     require(mask.dtype == torch.bool, "mask.dtype", "torch.bool", mask.dtype)
+    check_dense("mask", mask)
     require(mask.shape == lead, "mask.shape", f"{tuple(lead)}, the leading shape", tuple(mask.shape))
     require(mask.device == like.device, "mask.device", like.device, mask.device)
-
-
-def check_overwritable(tensor: Tensor, options: Options) -> None:
-    """inplace_backward needs a place of its own for every row, and rows that still hold what they should."""
-    at = getattr(tensor, "_flathead_overwritten_at", None)
-    if at is not None and at == tensor._version:
-        raise ValueError(
-            "inplace_backward: this tensor holds the gradient an earlier backward wrote over it; use a fresh one"
-        )
-    shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    require(
-        not (options.inplace_backward and shared),
-        "inplace_backward",
-        "memory of its own for every row",
-        "an expanded tensor",
-    )
 
 
 def check_shard(shard: VocabShard | None, width: int, vocab_size: int | None, name: str) -> VocabShard:
@@ -133,7 +138,9 @@ def check_shard(shard: VocabShard | None, width: int, vocab_size: int | None, na
 
 
 def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """hidden (..., H), weight (V_local, H), bias (V_local): returns the dtype their product is computed in."""
+    """hidden (..., H), weight (V_local, H), bias (V_local): returns the dtype their product is computed in.
+
+    fp16 is computed in fp32: it neither holds logits past 65504 nor the small entries of their gradient."""
     require(weight.ndim == 2, "weight.shape", "(V_local, H)", tuple(weight.shape))
     width = hidden.shape[-1]
     require(width > 0, "hidden.shape", "at least one feature", tuple(hidden.shape))
@@ -147,11 +154,12 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dty
         require(bias.device == hidden.device, "bias.device", hidden.device, bias.device)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
+        dtype = torch.get_autocast_dtype(kind)
+        return torch.float32 if dtype == torch.float16 else dtype
     require(weight.dtype == hidden.dtype, "weight.dtype", f"{hidden.dtype} as hidden, or autocast", weight.dtype)
     if bias is not None:
         require(bias.dtype == hidden.dtype, "bias.dtype", f"{hidden.dtype} as hidden, or autocast", bias.dtype)
-    return hidden.dtype
+    return torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
 
 
 def scaling_of(temperature: float | Tensor, lead: torch.Size, like: Tensor, options: Options) -> Scaling:

@@ -1,5 +1,6 @@
 """The command line: `flathead train | report | bench`. A user's mistake is one line and exit code 2, no traceback."""
 
+import os
 import sys
 
 _HELP = """flathead: the flat-memory LM head for RL post-training
@@ -68,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(arguments: list[str]) -> int:
+    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars over a GGUF would fill a log with their frames
     from omegaconf import OmegaConf
 
     from flathead.settings import compose, resolve
@@ -79,15 +81,17 @@ def _train(arguments: list[str]) -> int:
             wants_help = True
         elif word == "--config-name" or word.startswith("--config-name="):
             name = word.partition("=")[2] or next(words, "")
+            if not name:
+                raise ValueError("--config-name: expected a NAME after it, such as ppo_trainer, got nothing")
         elif word.startswith("-") or "=" not in word:
             raise ValueError(f"argument: expected KEY=VALUE or --config-name NAME, got {word!r}")
         else:
             overrides.append(expand_alias(word))
     composed = compose(name, overrides)
     if wants_help:
-        print(_TRAIN_HELP + OmegaConf.to_yaml(composed), end="")
+        print(_TRAIN_HELP + OmegaConf.to_yaml(composed, resolve=True), end="")
         return 0
-    config = resolve(composed)
+    config = resolve(composed, overrides)
     from flathead.trainer import train
 
     return train(config)
@@ -96,6 +100,9 @@ def _train(arguments: list[str]) -> int:
 def _report(arguments: list[str]) -> int:
     from pathlib import Path
 
+    if arguments and arguments[0] in ("--help", "-h"):
+        print("flathead report RUN_DIR    make RUN_DIR/report.png again from its metrics.jsonl and result.json")
+        return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ValueError(f"report: expected one RUN_DIR, got {' '.join(arguments) or 'nothing'}")
     from flathead.metrics import plot_report

@@ -21,6 +21,9 @@ class EntropyChunkingConfig:
     entropy_from_logits_chunk_size: int = 2048
 
 
+_CHUNK_SIZE = EntropyChunkingConfig.entropy_from_logits_chunk_size
+
+
 @dataclass
 class OptimConfig:
     """AdamW; `clip_grad` bounds the gradient's total 2-norm; the learning rate rises linearly over the warm-up.
@@ -215,8 +218,14 @@ def _at_least(key: str, value: float, least: float) -> None:
         raise ValueError(f"{key}: expected at least {least}, got {value}")
 
 
+def _at_most(key: str, value: float, most: float) -> None:
+    if value > most:
+        raise ValueError(f"{key}: expected at most {most}, got {value}")
+
+
 def _above_zero(key: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
+    """A number that fp32, in which it is used, holds with full precision."""
+    if not 1.2e-38 <= value <= 3.4e38:
         raise ValueError(f"{key}: expected a positive finite number, got {value}")
 
 
@@ -236,6 +245,19 @@ def check_engine(key: str, engine: EngineConfig) -> None:
             raise ValueError(
                 f"{key}.stats_memory_budget: expected null with lm_head=logits, which works in one piece, got "
                 f"{engine.stats_memory_budget}; use lm_head=fused or entropy_from_logits_with_chunking=true"
+            )
+
+
+def _check_chunking(actor: ActorConfig, engines: dict[str, EngineConfig]) -> None:
+    """A chunk size is read by engines whose switch is on. That one inherits the actor's with its switch off is fine."""
+    idle = {key: engine for key, engine in engines.items() if not engine.entropy_from_logits_with_chunking}
+    fine = {_CHUNK_SIZE, actor.entropy_from_logits_chunk_size if len(idle) < len(engines) else _CHUNK_SIZE}
+    for key, engine in idle.items():
+        if engine.entropy_from_logits_chunk_size not in fine:
+            raise ValueError(
+                f"{key}.entropy_from_logits_chunk_size: has no effect while entropy_from_logits_with_chunking is "
+                f"false, got {engine.entropy_from_logits_chunk_size}; set entropy_from_logits_with_chunking=true, or "
+                "leave it out"
             )
 
 
@@ -291,6 +313,10 @@ def check(config: TrainConfig) -> None:
         _at_least(f"trainer.{name}", getattr(trainer, name), least)
     _check_actor(arr.actor, data)
     check_engine("actor_rollout_ref.ref.fsdp_config", arr.ref.fsdp_config)
+    engines: dict[str, EngineConfig] = {"actor_rollout_ref.actor.fsdp_config": arr.actor.fsdp_config}
+    if arr.actor.use_kl_loss:
+        engines["actor_rollout_ref.ref.fsdp_config"] = arr.ref.fsdp_config
+    _check_chunking(arr.actor, engines)
     for name in ("n", "max_num_seqs"):
         _at_least(f"actor_rollout_ref.rollout.{name}", getattr(arr.rollout, name), 1)
     _above_zero("actor_rollout_ref.rollout.temperature", arr.rollout.temperature)
@@ -308,10 +334,52 @@ def check(config: TrainConfig) -> None:
         _at_least(f"data.{name}", getattr(data, name), 1)
     if data.task_config is not None and not isinstance(data.task_config, dict):
         raise ValueError(f"data.task_config: expected {{name: value, ...}} or null, got {data.task_config!r}")
+    _at_most("data.val_size", data.val_size, 100_000)
+    limits = {
+        "actor.ppo_max_token_len_per_gpu": arr.actor.ppo_max_token_len_per_gpu,
+        "actor.fsdp_config.max_token_len_per_gpu": arr.actor.fsdp_config.max_token_len_per_gpu,
+    }
+    if arr.actor.use_kl_loss:
+        limits["ref.fsdp_config.max_token_len_per_gpu"] = arr.ref.fsdp_config.max_token_len_per_gpu
     longest = data.max_prompt_length + data.max_response_length
-    if longest > arr.actor.ppo_max_token_len_per_gpu:
+    for name, limit in limits.items():
+        if longest > limit:
+            raise ValueError(
+                f"actor_rollout_ref.{name}: expected at least data.max_prompt_length + data.max_response_length = "
+                f"{longest}, the longest sequence, got {limit}"
+            )
+    if trainer.test_freq > trainer.steps:
         raise ValueError(
-            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu: expected at least data.max_prompt_length + "
-            f"data.max_response_length = {longest}, got {arr.actor.ppo_max_token_len_per_gpu}"
+            f"trainer.test_freq: has no effect past trainer.steps {trainer.steps}, got {trainer.test_freq}; set 0 to "
+            "evaluate only before and after"
         )
     _one_of("trainer.resume", trainer.resume, ("auto", "never"))
+
+
+def check_given(config: TrainConfig, given: set[str]) -> None:
+    """Raises ValueError for a key set by hand whose value nothing will read. `given`: full keys."""
+    actor = config.actor_rollout_ref.actor
+    whole = "actor_rollout_ref.actor."
+    chunked = [
+        engine.entropy_from_logits_with_chunking
+        for engine in (actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config)
+    ]
+    idle = {
+        f"{whole}entropy_from_logits_chunk_size": "entropy_from_logits_with_chunking=false" if not any(chunked) else "",
+        f"{whole}fsdp_config.entropy_from_logits_chunk_size": ""
+        if chunked[0]
+        else "entropy_from_logits_with_chunking=false",
+        f"{whole}kl_loss_coef": "" if actor.use_kl_loss else "use_kl_loss=false",
+        f"{whole}kl_loss_type": "" if actor.use_kl_loss else "use_kl_loss=false",
+        "actor_rollout_ref.ref.": "" if actor.use_kl_loss else f"{whole}use_kl_loss=false",
+        f"{whole}clip_ratio": ""
+        if actor.clip_ratio_low is None or actor.clip_ratio_high is None
+        else "clip_ratio_low and clip_ratio_high set",
+        f"{whole}optim.total_training_steps": ""
+        if actor.optim.lr_scheduler_type == "cosine"
+        else f"lr_scheduler_type={actor.optim.lr_scheduler_type}",
+    }
+    for key in sorted(given):
+        for idle_key, reason in idle.items():
+            if reason and (key.startswith(idle_key) if idle_key.endswith(".") else key == idle_key):
+                raise ValueError(f"{key}: has no effect with {reason}; leave one of the two out")

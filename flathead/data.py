@@ -41,14 +41,15 @@ class TaskData:
         self._piece = lru_cache(maxsize=4)(self._make_piece)
         self.held_out: list[Question] = []
         texts: set[str] = set()
-        for position in range(val_size * 20 + _PIECE):
-            question = self._question("held-out", position // _PIECE, position % _PIECE, len(self.held_out))
+        drawn, newest = 0, 0
+        while len(texts) < val_size and drawn - newest < 4 * _PIECE:
+            question = self._question("held-out", drawn // _PIECE, drawn % _PIECE, len(self.held_out))
+            drawn += 1
             if question.text not in texts:
                 texts.add(question.text)
                 self.held_out.append(question)
-            if len(self.held_out) == val_size:
-                break
-        else:
+                newest = drawn
+        if len(texts) < val_size:
             raise ValueError(
                 f"data.val_size: expected at most about {len(texts)}, the different questions that {task} makes with "
                 f"{self.task_config}, got {val_size}; lower it, or widen data.task_config"

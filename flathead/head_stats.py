@@ -1,6 +1,5 @@
 """The autograd function of `linear_token_stats`: from hidden states and the head's weight, tile by tile."""
 
-import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +10,8 @@ from torch.autograd.function import once_differentiable
 from flathead import kernels, vocab_math
 from flathead.arguments import Options
 from flathead.chunking import RowLayout, Tiles, head_tiles, row_chunks
-from flathead.logits_stats import outputs, overwritten, upstream
+from flathead.logits_stats import outputs, upstream
+from flathead.overwriting import mark_overwritten
 from flathead.vocab_math import RowCoefficients, Scaling
 from flathead.vocab_shard import VocabShard
 
@@ -71,12 +71,17 @@ def _logits_into(buffer: Tensor, hidden_CH: Tensor, weight_WH: Tensor, bias_W: T
     return torch.addmm(bias_W, hidden_CH, weight_WH.T, out=tile_CW)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where the sum is kept in fp32 although the product may be computed in bf16."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, product: Tensor) -> None:
+    """total += a @ b, where the sum is kept in fp32 although the product, in a buffer, may be computed in bf16."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
-    else:
-        total.add_(torch.mm(a, b))
+        return
+    torch.mm(a, b, out=product)
+    for some, others in zip(total.split(_ROWS_ADDED), product.split(_ROWS_ADDED), strict=True):
+        some.add_(others)  # a sum of two dtypes casts one as a whole: a few rows at a time, that stays in the cache
+
+
+_ROWS_ADDED = 128
 
 
 class HeadStats(torch.autograd.Function):
@@ -122,7 +127,6 @@ class HeadStats(torch.autograd.Function):
             tiles,
             dtype,
         )
-        ctx.caller = weakref.ref(hidden)
         ctx.set_materialize_grads(False)
         if index is None:
             values = {name: value.view(layout.shape) for name, value in values.items()}
@@ -152,11 +156,12 @@ class HeadStats(torch.autograd.Function):
             _gradients(tokens, head, rows, kernels.resolve(ctx.options.impl), grad_MH, grad_weight, grad_bias)
         grad_hidden = None
         if grad_MH is not None:
+            version = hidden._version
             grad_hidden = _scatter(
                 ctx.shard.sum_over_group(grad_MH), hidden, layout, index, ctx.options.inplace_backward
             )
             if ctx.options.inplace_backward:
-                overwritten(ctx.caller)
+                mark_overwritten(hidden, version)
         return grad_hidden, grad_weight, grad_bias, *(None,) * 6
 
 
@@ -198,6 +203,8 @@ def _gradients(
 ) -> None:
     """Fill the gradients: hidden's in fp32 over all columns, weight's and bias's tile by tile."""
     buffer, acc = head.new_logits(tokens.hidden.device), vocab_math.accumulate_dtype(head.dtype)
+    product = buffer.new_empty((head.tiles.tokens, tokens.hidden.shape[-1]))
+    direct = len(tokens.pieces) == 1 and grad_weight is not None and grad_weight.dtype == head.dtype
     for columns, weight_WH, bias_W in head.columns():
         grad_WH = None
         grad_W = None if grad_bias is None else torch.zeros(len(weight_WH), dtype=acc, device=buffer.device)
@@ -209,12 +216,14 @@ def _gradients(
                 values = rows.m_M[row], rows.ln_s_M[row], rows.coefficients.rows(row), rows.scaling.rows(row)
                 kernel.row_gradient(logits_CW[chunk], label, *values, logits_CW[chunk])
             if grad_MH is not None:
-                _add_product(grad_MH[place], logits_CW, weight_WH)
-            if grad_weight is not None:
+                _add_product(grad_MH[place], logits_CW, weight_WH, product[: len(hidden_CH)])
+            if grad_weight is not None and direct:
+                torch.mm(logits_CW.T, hidden_CH, out=grad_weight[columns])
+            elif grad_weight is not None:
                 grad_WH = _running_product(grad_WH, logits_CW.T, hidden_CH, acc)
             if grad_W is not None:
                 grad_W += logits_CW.sum(0, dtype=acc)
-        if grad_weight is not None:
+        if grad_weight is not None and not direct:
             grad_weight[columns] = 0.0 if grad_WH is None else grad_WH
         if grad_bias is not None and grad_W is not None:
             grad_bias[columns] = grad_W

@@ -1,6 +1,5 @@
 """The autograd function of `token_stats`: from logits, whole or the local shard of the vocabulary."""
 
-import weakref
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from flathead import kernels, vocab_math
 from flathead.arguments import Options
 from flathead.chunking import RowLayout, row_chunks, rows_per_chunk
+from flathead.overwriting import mark_overwritten
 from flathead.vocab_math import Scaling
 from flathead.vocab_shard import VocabShard
 
@@ -23,13 +23,6 @@ def outputs(values: dict[str, Tensor], stats: tuple[str, ...], layout: RowLayout
 def upstream(ctx: Any, grads: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
     """The gradients that arrived, by name of their statistic."""
     return {name: g for name, g in zip(ctx.options.stats, grads, strict=True) if g is not None}
-
-
-def overwritten(reference: Any) -> None:
-    """Remember on the caller's tensor, if it still lives, that a gradient was written over it."""
-    tensor = reference()
-    if tensor is not None:
-        tensor._flathead_overwritten_at = tensor._version
 
 
 class LogitsStats(torch.autograd.Function):
@@ -62,7 +55,6 @@ class LogitsStats(torch.autograd.Function):
             logits, labels, ignored, partials_5N[0].clone(), ln_s_N, values.get("entropy"), values.get("sum_pi_squared")
         )
         ctx.scaling, ctx.shard, ctx.options, ctx.rows = scaling, shard, options, rows
-        ctx.caller = weakref.ref(logits)
         ctx.set_materialize_grads(False)
         return outputs(values, options.stats, layout, None if ignored is None else layout.per_row(ignored))
 
@@ -78,7 +70,7 @@ class LogitsStats(torch.autograd.Function):
         coefficients = vocab_math.row_coefficients(arrived, ln_s_N, entropy_N, sum_pi_squared_N)
         label_N = None if labels is None else layout.per_row(labels) - ctx.shard.start
         ignored_N = None if ignored is None else layout.per_row(ignored)
-        logits_NV = layout.view(logits)
+        logits_NV, version = layout.view(logits), logits._version
         grad_NV = logits_NV.detach() if inplace else logits.new_empty((*layout.shape, logits.shape[-1]))
         grad_NV[..., live:].zero_()
         kernel = kernels.resolve(ctx.options.impl)
@@ -90,6 +82,6 @@ class LogitsStats(torch.autograd.Function):
             if ignored_N is not None:  # not left to a coefficient of 0: an ignored row may hold nan
                 out.masked_fill_(ignored_N[at].unsqueeze(-1), 0.0)
         if inplace:
-            overwritten(ctx.caller)
+            mark_overwritten(logits, version)
             return logits.detach(), *(None,) * 5
         return layout.restore(grad_NV), *(None,) * 5

@@ -139,8 +139,34 @@ def plot_report(run_dir: Path) -> Path:
     _curve(axes[1, 1], records, "peak_memory_gb", "Peak memory", "GB, first process", "tab:green")
     figure.suptitle(f"{run_dir.resolve().name}: {records[-1]['step']} steps")
     path = run_dir / "report.png"
-    figure.savefig(path, dpi=130)
+    try:
+        figure.savefig(path, dpi=130)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error}") from error
     return path
+
+
+def read_result(run_dir: Path) -> dict[str, Any] | None:
+    """result.json of a finished run, None without one. Errors: ValueError for a file that is something else."""
+    path = run_dir / "result.json"
+    if not path.is_file():
+        return None
+    result = _parsed(path.read_bytes())
+    if not (isinstance(result, dict) and all(_is_number(result.get(key)) for key in ("steps", "before", "after"))):
+        raise ValueError(f"{path}: expected numbers named steps, before and after, got {result!r}; remove the file")
+    return result
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _parsed(line: bytes) -> Any:
+    """JSON; NaN and infinities, which are not JSON though Python writes them, are null. None for what is not JSON."""
+    try:
+        return json.loads(line, parse_constant=lambda _: None)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return None
 
 
 def _curve(axis: Axes, records: list[dict[str, Any]], name: str, title: str, unit: str, color: str) -> None:
@@ -162,8 +188,7 @@ def _curve(axis: Axes, records: list[dict[str, Any]], name: str, title: str, uni
 
 def _held_out(axis: Axes, records: list[dict[str, Any]], result: Path) -> None:
     points = {record["step"]: record["accuracy"] for record in records if record.get("accuracy") is not None}
-    if result.is_file():
-        outcome = json.loads(result.read_text())
+    if (outcome := read_result(result.parent)) is not None:
         points |= {0: outcome["before"], outcome["steps"]: outcome["after"]}
     if points:
         axis.plot(*zip(*sorted(points.items()), strict=True), "s--", color="tab:orange", label="held-out accuracy")
@@ -172,22 +197,24 @@ def _held_out(axis: Axes, records: list[dict[str, Any]], result: Path) -> None:
             label = axis.annotate(f"{value:.2f}", (step, value), (0, 7), textcoords="offset points", fontsize=8)
             label.set(ha="center", path_effects=halo)
     axis.set_ylim(0, 1.15)
-    axis.legend(frameon=False, loc="lower right")
+    if axis.lines:
+        axis.legend(frameon=False, loc="lower right")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl, none without one. Errors: ValueError for a line, but the last, that is none."""
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_bytes().splitlines() if path.is_file() else []
     records = []
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if isinstance(record, dict) and "step" in record:
+        record = _parsed(line)
+        if isinstance(record, dict) and _is_number(record.get("step")):
+            for name, value in record.items():
+                if not (value is None or _is_number(value)):
+                    raise ValueError(f"{path}, line {number}, {name}: expected a number or null, got {value!r}")
             records.append(record)
         elif number < len(lines):
-            raise ValueError(f"{path}, line {number}: expected a JSON object with a step, got {line[:60]!r}")
+            got = line[:60].decode(errors="replace")
+            raise ValueError(f"{path}, line {number}: expected a JSON object with a step, got {got!r}")
     return records
 
 

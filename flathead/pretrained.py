@@ -1,5 +1,8 @@
 """Models and tokenizers from a local place: Hugging Face format, a .gguf file, or the packaged chat model."""
 
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,12 +35,36 @@ def locate(path: str | None) -> tuple[str, dict[str, str]]:
     return str(place), {}
 
 
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """What transformers raises over damaged or missing files, as a ValueError that names them."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        struct.error,
+        SafetensorError,
+    ) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), "no message")
+        raise ValueError(
+            f"actor_rollout_ref.model.path: {place} cannot be loaded ({type(error).__name__}: {reason})"
+        ) from error
+
+
 def load_tokenizer(path: str | None) -> Any:
     """The tokenizer, with a padding token. Errors: as `locate`; ValueError without an end-of-text token."""
     from transformers import AutoTokenizer
 
     place, options = locate(path)
-    tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **options)
+    with _naming(place):
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=True, **options)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"actor_rollout_ref.model.path: the tokenizer in {place} has no end-of-text token (eos_token)")
     if tokenizer.pad_token_id is None:
@@ -50,7 +77,8 @@ def load_model(path: str | None) -> Any:
     from transformers import AutoModelForCausalLM
 
     place, options = locate(path)
-    model = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, dtype=torch.float32, **options)
+    with _naming(place):
+        model = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, dtype=torch.float32, **options)
     if options:
         plain = new_model(model.config)
         plain.load_state_dict(model.state_dict())

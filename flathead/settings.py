@@ -1,6 +1,7 @@
 """From the YAML tree and the command line's overrides to a checked TrainConfig (Hydra and OmegaConf do the work)."""
 
 import re
+from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import cast
 
@@ -35,6 +36,8 @@ def _check_keys(overrides: list[str]) -> None:
     declared = OmegaConf.structured(schema.TrainConfig)
     for override in overrides:
         key = override.partition("=")[0]
+        if not key.strip():
+            raise ValueError(f"argument: expected KEY=VALUE, got {override!r}; {_HELP}")
         if "@" in key or "/" in key:
             continue
         node, known = declared, ""
@@ -65,13 +68,16 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
             raise ValueError(f"{_one_line(error)}; {_HELP}") from error
 
 
-def resolve(composed: DictConfig) -> schema.TrainConfig:
-    """Interpolations resolved, types and values checked. Errors: ValueError."""
+def resolve(composed: DictConfig, overrides: Iterable[str] = ()) -> schema.TrainConfig:
+    """Interpolations resolved, types and values checked; `overrides`: what was set by hand, and must take effect.
+
+    Errors: ValueError."""
     try:
         config = cast(schema.TrainConfig, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         raise ValueError(_one_line(error)) from error
     schema.check(config)
+    schema.check_given(config, {override.lstrip("+~").partition("=")[0] for override in overrides})
     return config
 
 

@@ -20,14 +20,15 @@ from flathead.arguments import (
     check_label_range,
     check_labels,
     check_mask,
+    check_not_inference,
     check_options,
-    check_overwritable,
     check_shard,
     require,
     scaling_of,
 )
 from flathead.head_stats import HeadStats
 from flathead.logits_stats import LogitsStats
+from flathead.overwriting import check_overwritable
 from flathead.vocab_shard import VocabShard, is_dtensor, local_rows, local_weight, shard_of_dtensor
 
 
@@ -83,7 +84,8 @@ def token_stats(
         logits = logits.to_local()  # type: ignore[attr-defined]  # a DTensor, whose type is imported only where needed
     shard = check_shard(shard, logits.shape[-1], vocab_size, "logits")
     check_labels(labels, logits.shape[:-1], logits, options)
-    check_overwritable(logits, options)
+    check_overwritable(logits, inplace_backward)
+    check_not_inference(torch.is_grad_enabled() and logits.requires_grad, labels=labels)
     scaling = scaling_of(temperature, logits.shape[:-1], logits, options)
     ignored = check_label_range(labels, None, shard.vocab_size, ignore_index)
     values = LogitsStats.apply(logits, labels, ignored, scaling, shard, options)
@@ -118,7 +120,8 @@ def linear_token_stats(
 
     The product is made in tiles (tokens x columns) within `memory_budget` bytes, of `chunk_size` tokens if given.
     Tiles are computed in hidden's dtype, or in autocast's: fp32 master weights are then cast tile by tile and keep an
-    fp32 gradient. Gradients are accumulated in fp32: for hidden in N x H x 4 bytes, for weight tile by tile.
+    fp32 gradient; fp16 is computed in fp32, since its range ends at 65504. Gradients are accumulated in fp32: hidden's
+    in N x H x 4 bytes, weight's tile by tile.
     inplace_backward: hidden's gradient overwrites hidden; it, and this graph, can then not be used again.
 
     Costs: four products of N x H x V; one all-gather of 20 bytes a row in forward, one all-reduce of the hidden
@@ -139,7 +142,9 @@ def linear_token_stats(
     lead = hidden.shape[:-1]
     check_labels(labels, lead, hidden, options)
     check_mask(mask, lead, hidden)
-    check_overwritable(hidden, options)
+    check_overwritable(hidden, inplace_backward, weight=weight, bias=bias)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    check_not_inference(wanted, hidden=hidden, weight=weight, bias=bias, labels=labels)
     scaling = scaling_of(temperature, lead, hidden, options)
     ignored = check_label_range(labels, mask, shard.vocab_size, ignore_index)
     dropped = ignored if mask is None else (~mask if ignored is None else ignored | ~mask)

@@ -13,12 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from flathead import checkpoint
 from flathead.advantages import ADVANTAGES
@@ -28,7 +30,7 @@ from flathead.data import Question, TaskData
 from flathead.engines.base import Engine
 from flathead.engines.fsdp import FSDPEngine, check_layout
 from flathead.losses import LossFn, policy_loss_fn, token_weights
-from flathead.metrics import RunLog, plot_report
+from flathead.metrics import RunLog, plot_report, read_result
 from flathead.pretrained import load_model, load_tokenizer, locate
 from flathead.process import StopSignals, peak_memory, process_group, reset_peak_memory, say
 from flathead.rollout import Request, Sampler
@@ -73,6 +75,7 @@ def train(config: TrainConfig) -> int:
     locate(config.actor_rollout_ref.model.path)
     parameters, instruction = task_settings(data)
     task = TaskData(data.task, parameters, instruction=instruction, val_size=data.val_size, seed=data.seed)
+    _check_writable(run_dir)
     resumed = _resumable(config, run_dir)
     if (result := _finished(config, run_dir)) is not None:
         say(f"{run_dir} has all its {config.trainer.steps} steps; raise trainer.steps, or set trainer.run_dir")
@@ -81,9 +84,24 @@ def train(config: TrainConfig) -> int:
     transformers.logging.disable_progress_bar()  # they would write into the table
     say(f"{config.trainer.steps} steps of {data.task}, into {run_dir}; loading the model")
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
-    with process_group(), StopSignals() as stop:
+    with process_group():
         job = Job(config, task, tokenizer, run_dir)
-        return job.run(resumed, stop)
+        with StopSignals() as stop:  # from here on there is something to save
+            return job.run(resumed, stop)
+
+
+def _check_writable(run_dir: Path) -> None:
+    """Errors: ValueError unless the run directory is there, or can be made, and takes files."""
+    place = run_dir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        with TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"trainer.run_dir: expected a directory that can be made and written to, got {str(run_dir)!r} ({error})"
+        ) from error
 
 
 def run_directory(config: TrainConfig) -> Path:
@@ -284,9 +302,9 @@ def _check_processes(config: TrainConfig, world: int) -> None:
     """Errors: ValueError where models or batches cannot be divided among the processes."""
     arr = config.actor_rollout_ref
     tp, ref_tp = arr.actor.fsdp_config.tensor_parallel_size, arr.ref.fsdp_config.tensor_parallel_size
-    check_layout(arr.actor.fsdp_config, world)
+    check_layout(arr.actor.fsdp_config, world, "actor_rollout_ref.actor.fsdp_config")
     if arr.actor.use_kl_loss:
-        check_layout(arr.ref.fsdp_config, world)
+        check_layout(arr.ref.fsdp_config, world, "actor_rollout_ref.ref.fsdp_config")
         if ref_tp != tp:
             raise ValueError(
                 f"actor_rollout_ref.ref.fsdp_config.tensor_parallel_size: expected the actor's {tp}, since both are "
@@ -317,10 +335,8 @@ def _closing_line(before: float, after: float) -> str:
 
 
 def _finished(config: TrainConfig, run_dir: Path) -> str | None:
-    path = run_dir / "result.json"
-    if config.trainer.resume == "never" or not path.is_file():
+    if config.trainer.resume == "never" or (result := read_result(run_dir)) is None:
         return None
-    result = json.loads(path.read_text())
     return _closing_line(result["before"], result["after"]) if result["steps"] >= config.trainer.steps else None
 
 
@@ -331,7 +347,7 @@ def _resumable(config: TrainConfig, run_dir: Path) -> Path | None:
         return None
     if config.trainer.resume == "never":
         raise ValueError(f"trainer.resume: never, but {found} exists; choose another trainer.run_dir, or resume=auto")
-    was = OmegaConf.load(run_dir / "config.yaml")
+    was = _saved_settings(run_dir / "config.yaml")
     now = OmegaConf.create(to_yaml(config))
     differ = [key for key in _leaves(now) if OmegaConf.select(was, key) != OmegaConf.select(now, key)]
     differ = [key for key in differ if not key.startswith(_FREE)]
@@ -339,6 +355,21 @@ def _resumable(config: TrainConfig, run_dir: Path) -> Path | None:
         changes = ", ".join(f"{key} {OmegaConf.select(was, key)} -> {OmegaConf.select(now, key)}" for key in differ)
         raise ValueError(f"{run_dir} holds a run with other settings ({changes}); choose another trainer.run_dir")
     return found
+
+
+def _saved_settings(path: Path) -> Any:
+    try:
+        was = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        was, reason = None, str(error).splitlines()[0]
+    else:
+        reason = f"it holds {OmegaConf.to_object(was)!r}"[:200]
+    if not (isinstance(was, DictConfig) and "actor_rollout_ref" in was):
+        raise ValueError(
+            f"{path}: expected the settings of the run whose checkpoints lie beside it ({reason}); put the file back, "
+            "or choose another trainer.run_dir"
+        )
+    return was
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[str]:

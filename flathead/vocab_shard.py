@@ -9,6 +9,16 @@ from torch import Tensor
 from flathead import vocab_math
 
 
+def _check_int(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}: expected an int, got {value!r}")
+
+
+def _check_group(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, dist.ProcessGroup):
+        raise ValueError(f"{name}: expected a torch.distributed.ProcessGroup or None, got {value!r}")
+
+
 @dataclass(frozen=True)
 class VocabShard:
     """Columns `[start, stop)` of the vocabulary, out of `vocab_size` real ones, in a tensor-parallel `group`.
@@ -25,9 +35,8 @@ class VocabShard:
 
     def __post_init__(self) -> None:
         for name in ("start", "stop", "vocab_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(f"VocabShard.{name}: expected an int, got {value!r}")
+            _check_int(f"VocabShard.{name}", getattr(self, name))
+        _check_group("VocabShard.group", self.group)
         if not 0 <= self.start <= self.stop:
             raise ValueError(f"VocabShard: expected 0 <= start <= stop, got start={self.start}, stop={self.stop}")
         if self.vocab_size < 1:
@@ -43,6 +52,10 @@ class VocabShard:
         cls, group: dist.ProcessGroup | None, local_size: int, vocab_size: int | None = None
     ) -> "VocabShard":
         """Equal shards of `local_size` columns in rank order (Megatron's layout); the last ones may be padding."""
+        _check_group("VocabShard.from_group: group", group)
+        _check_int("VocabShard.from_group: local_size", local_size)
+        if vocab_size is not None:
+            _check_int("VocabShard.from_group: vocab_size", vocab_size)
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         if rank < 0:
             raise ValueError("VocabShard.from_group: this process is not a member of the group")

@@ -1,5 +1,6 @@
 """The command line: what it accepts, and one clear line for what it does not, before any work."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ MISTAKES = {
     "temperature 0": (["rollout.temperature=0"], "rollout.temperature: expected a positive finite number, got 0.0"),
     "temperature nan": (["rollout.temperature=nan"], "rollout.temperature: expected a positive finite number, got nan"),
     "top_p": (["rollout.top_p=0"], "rollout.top_p: expected a number in (0, 1], got 0.0"),
+    "temperature beyond fp32": (
+        ["rollout.temperature=1e-320"],
+        "rollout.temperature: expected a positive finite number",
+    ),
     "no model": (["model.path=/no/such/model"], "model.path: expected a local directory in Hugging Face format"),
     "a directory, no model": (["model.path=."], "(a directory without config.json)"),
     "unknown task": (["data.task=chain_summ"], "data.task: expected a reasoning-gym task"),
@@ -35,6 +40,7 @@ MISTAKES = {
     "empty data set": (["data.val_size=0"], "data.val_size: expected at least 1, got 0"),
     "no question left": (["data.val_size=199", "data.train_batch_size=400"], "data.val_size"),
     "too few questions": (["data.val_size=500"], "data.val_size: expected at most about 200"),
+    "endless search": (["data.val_size=100000000"], "data.val_size: expected at most 100000, got 100000000"),
     "no prompts": (["data.train_batch_size=0"], "data.train_batch_size: expected at least 1, got 0"),
     "mini-batch": (["actor.ppo_mini_batch_size=3"], "expected a divisor of data.train_batch_size 8, got 3"),
     "group of one": (["rollout.n=1"], "rollout.n: expected at least 2"),
@@ -42,6 +48,39 @@ MISTAKES = {
         ["actor.ppo_max_token_len_per_gpu=8"],
         "ppo_max_token_len_per_gpu: expected at least data.max_prompt",
     ),
+    "micro-batch of the engine": (
+        ["actor.fsdp_config.max_token_len_per_gpu=4"],
+        "actor_rollout_ref.actor.fsdp_config.max_token_len_per_gpu: expected at least",
+    ),
+    "micro-batch of the reference": (
+        ["ref.fsdp_config.max_token_len_per_gpu=4"],
+        "actor_rollout_ref.ref.fsdp_config.max_token_len_per_gpu: expected at least",
+    ),
+    "chunk size alone": (
+        ["actor.entropy_from_logits_chunk_size=1024"],
+        "entropy_from_logits_chunk_size: has no effect while entropy_from_logits_with_chunking is false",
+    ),
+    "chunk size alone, the default's": (
+        ["actor.entropy_from_logits_chunk_size=2048"],
+        "actor.entropy_from_logits_chunk_size: has no effect with entropy_from_logits_with_chunking=false",
+    ),
+    "coefficient without KL": (
+        ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.1"],
+        "actor_rollout_ref.actor.kl_loss_coef: has no effect with use_kl_loss=false",
+    ),
+    "reference without KL": (
+        ["actor.use_kl_loss=false", "ref.fsdp_config.dtype=float32"],
+        "actor_rollout_ref.ref.fsdp_config.dtype: has no effect with actor_rollout_ref.actor.use_kl_loss=false",
+    ),
+    "three clips": (
+        ["actor.clip_ratio=0.1", "actor.clip_ratio_low=0.2", "actor.clip_ratio_high=0.3"],
+        "clip_ratio: has no effect with clip_ratio_low and clip_ratio_high set",
+    ),
+    "steps of a constant rate": (
+        ["actor.optim.total_training_steps=5", "actor.optim.lr_scheduler_type=constant"],
+        "total_training_steps: has no effect with lr_scheduler_type=constant",
+    ),
+    "evaluation after the end": (["trainer.test_freq=13"], "trainer.test_freq: has no effect past trainer.steps 12"),
     "prompt": (["data.max_prompt_length=5"], "data.max_prompt_length: expected at least"),
     "chunk": (["actor.entropy_from_logits_chunk_size=0"], "entropy_from_logits_chunk_size: expected at least 1, got 0"),
     "budget, logits": (
@@ -64,8 +103,16 @@ MISTAKES = {
     "no steps": (["trainer.total_training_steps=0"], "trainer.steps: expected at least 1, got 0"),
     "processes": (
         ["actor.fsdp_config.tensor_parallel_size=2"],
-        "tensor_parallel_size 2 does not divide the 1 processes",
+        "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size 2 does not divide the 1 processes",
     ),
+    "no processes": (
+        ["actor.fsdp_config.tensor_parallel_size=0"],
+        "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size 0 does not",
+    ),
+    "fsdp_size": (["actor.fsdp_config.fsdp_size=-7"], "actor_rollout_ref.actor.fsdp_config.fsdp_size -7 does not"),
+    "no key": (["=b"], "argument: expected KEY=VALUE, got '=b'"),
+    "open quote": (["trainer.run_dir='a"], "trainer.run_dir"),
+    "no name": (["--config-name"], "--config-name: expected a NAME after it"),
     "offload": (["actor.fsdp_config.param_offload=true"], "param_offload: has no effect in one process"),
     "reference layout": (["ref.fsdp_config.tensor_parallel_size=2"], "tensor_parallel_size"),
     "no such configuration": (["--config-name", "nope"], "Cannot find primary config 'nope'"),
@@ -108,7 +155,9 @@ def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert "flathead train" in capsys.readouterr().out
     assert main(["train", "--help", "trainer.steps=7"]) == 0
     shown = capsys.readouterr().out
-    assert "steps: 7" in shown and "entropy_from_logits_chunk_size: 2048" in shown
+    assert "steps: 7" in shown and "entropy_from_logits_chunk_size: 2048" in shown and "${" not in shown
+    assert main(["report", "--help"]) == 0
+    assert "flathead report RUN_DIR" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -136,3 +185,42 @@ def test_short_forms_lead_to_keys() -> None:
     declared = OmegaConf.structured(TrainConfig)
     for meant in ALIASES.values():
         assert OmegaConf.select(declared, meant.rstrip("."), throw_on_missing=False) is not None
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere/run"])
+def test_an_unusable_run_directory_is_one_line(
+    place: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("here already")
+    assert main(["train", f"model.path={model}", f"trainer.run_dir={tmp_path / place}"]) == 2
+    error = capsys.readouterr().err
+    assert "trainer.run_dir: expected a directory that can be made and written to" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["config.json {", "tokenizer gone", "weights cut", "weights gone", "gguf"],
+    ids=lambda d: d.replace(" ", "-"),
+)
+def test_a_damaged_model_is_one_line(
+    damage: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    if damage == "config.json {":
+        (broken / "config.json").write_text("{")
+    elif damage == "tokenizer gone":
+        for path in broken.glob("*token*"):
+            path.unlink()
+    elif damage == "weights cut":
+        whole = (broken / "model.safetensors").read_bytes()
+        (broken / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    elif damage == "weights gone":
+        (broken / "model.safetensors").unlink()
+    else:
+        broken = broken / "x.gguf"
+        broken.write_bytes(b"GGUF, they said")
+    assert main(["train", f"model.path={broken}", f"trainer.run_dir={tmp_path / 'run'}"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]  # transformers may have warned before
+    assert error.startswith("flathead: actor_rollout_ref.model.path: ") and str(tmp_path) in error
+    assert "cannot be loaded" in error

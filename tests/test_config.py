@@ -45,11 +45,17 @@ def test_engine_and_reference_take_the_actors_switches() -> None:
 
 
 def test_unless_set_themselves() -> None:
-    overrides = ("actor.entropy_from_logits_chunk_size=7", "ref.fsdp_config.entropy_from_logits_chunk_size=9")
-    arr = configure(*overrides).actor_rollout_ref
+    on = "actor.entropy_from_logits_with_chunking=true"
+    arr = configure(
+        on, "actor.entropy_from_logits_chunk_size=7", "ref.fsdp_config.entropy_from_logits_chunk_size=9"
+    ).actor_rollout_ref
     assert arr.actor.fsdp_config.entropy_from_logits_chunk_size == 7
     assert arr.ref.fsdp_config.entropy_from_logits_chunk_size == 9
+    arr = configure(on, "ref.fsdp_config.entropy_from_logits_with_chunking=false").actor_rollout_ref
+    assert arr.actor.fsdp_config.entropy_from_logits_with_chunking is True
     assert arr.ref.fsdp_config.entropy_from_logits_with_chunking is False
+    with pytest.raises(ValueError, match=r"ref\.fsdp_config\.entropy_from_logits_chunk_size: has no effect"):
+        configure("ref.fsdp_config.entropy_from_logits_chunk_size=9")
 
 
 def classes(kind: type = schema.TrainConfig) -> set[type]:

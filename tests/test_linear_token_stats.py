@@ -325,3 +325,23 @@ def test_labels_are_optional_without_log_prob() -> None:
     without = flathead.linear_token_stats(hidden, weight, None, bias=bias, stats=STATS[1:])
     assert without.log_prob is None
     assert all(torch.equal(getattr(without, name), getattr(with_labels, name)) for name in STATS[1:])
+
+
+def test_fp16_holds_logits_past_its_range_and_small_gradients() -> None:
+    """Products of 1e6 are no fp16 numbers, nor are the gradient entries of unlikely tokens; float64 of the same input
+    is the truth."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(5, 64, generator=generator) * 200).half().requires_grad_()
+    weight = (torch.randn(33, 64, generator=generator) * 200).half().requires_grad_()
+    labels = torch.randint(0, 33, (5,), generator=generator)
+    assert float((hidden.double() @ weight.double().T).detach().abs().max()) > 65504
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    results = []
+    for h, w in ((hidden, weight), exact):
+        stats = flathead.linear_token_stats(h, w, labels, temperature=1e5)
+        results.append((stats, *torch.autograd.grad((stats.log_prob + stats.entropy).sum(), [h, w])))
+    (stats, *grads), (truth, *true_grads) = results
+    torch.testing.assert_close(stats.log_prob.double(), truth.log_prob, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stats.entropy.double(), truth.entropy, rtol=1e-5, atol=1e-5)
+    for grad, true in zip(grads, true_grads, strict=True):
+        torch.testing.assert_close(grad.double(), true, rtol=1e-3, atol=1e-7)

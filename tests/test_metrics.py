@@ -143,3 +143,37 @@ def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
         prepare()
         with pytest.raises(ValueError, match=r"RUN_DIR: expected a run directory with a step in metrics\.jsonl, got"):
             plot_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("result.json", b"{}", r"result\.json: expected numbers named steps, before and after, got \{\}"),
+        ("result.json", b"[1]", r"result\.json: expected numbers"),
+        ("result.json", b'{"steps": 3, "bef', r"result\.json: expected numbers .* got None"),
+        ("result.json", b'{"steps": 3, "before": "0.1", "after": 0.2}', r"result\.json: expected numbers"),
+        ("metrics.jsonl", b'{"step": 1, "reward": "high"}\n', r"line 1, reward: expected a number or null, got 'high'"),
+        ("metrics.jsonl", b'\xff\xfe\n{"step": 1}\n', r"line 1: expected a JSON object with a step"),
+        ("metrics.jsonl", b'{"step": "one"}\n{"step": 2}\n', r"line 1: expected a JSON object with a step"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, file: str, content: bytes, message: str) -> None:
+    record(tmp_path, range(0, 2))
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        plot_report(tmp_path)
+
+
+def test_numbers_that_json_does_not_have_are_gaps(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "reward": NaN}\n{"step": 2, "reward": -Infinity, "entropy": 1}\n'
+    )
+    assert [row["reward"] for row in read_metrics(tmp_path)] == [None, None]
+    assert plot_report(tmp_path).is_file()
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    record(tmp_path, range(0, 2))
+    (tmp_path / "report.png").mkdir()
+    with pytest.raises(ValueError, match=r"report\.png: cannot be written"):
+        plot_report(tmp_path)

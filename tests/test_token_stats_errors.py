@@ -87,6 +87,8 @@ SHARED: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_scale": math.inf}, "logit_scale", "inf"),
     ({"ignore_index": 1.0}, "ignore_index", "1.0"),
     ({"ignore_index": None}, "ignore_index", "None"),
+    ({"ignore_index": 2**70}, "ignore_index", str(2**70)),
+    ({"labels": LABELS.to_sparse()}, "labels", "sparse"),
     ({"inplace_backward": 1}, "inplace_backward", "1"),
     ({"shard": (0, V)}, "shard", "tuple"),
     ({"shard": flathead.VocabShard(0, V + 1, V, None)}, "shape", "11"),
@@ -100,13 +102,21 @@ FROM_LOGITS: list[tuple[dict[str, Any], str, str]] = [
     ({"logits": torch.tensor(1.0)}, "logits", "()"),
     ({"logits": LOGITS[..., :0]}, "logits", "0"),
     ({"logits": LOGITS[0]}, "labels", "(2, 3)"),
+    ({"logits": LOGITS.to_sparse()}, "logits", "sparse"),
+    ({"logits": LOGITS[0].to_sparse_csr()}, "logits", "sparse"),
+    ({"logits": LOGITS.to("meta")}, "logits", "meta"),
+    ({"logits": torch.nested.nested_tensor([LOGITS[0], LOGITS[1]])}, "logits", "nested"),
 ]
 
 FROM_HIDDEN: list[tuple[dict[str, Any], str, str]] = [
     ({"hidden": HIDDEN.long()}, "hidden", "int64"),
     ({"hidden": HIDDEN[..., :3]}, "weight", "4"),
     ({"hidden": torch.tensor(1.0)}, "hidden", "()"),
-    ({"hidden": HIDDEN.to("meta")}, "weight", "cpu"),
+    ({"hidden": HIDDEN.to("meta")}, "hidden", "meta"),
+    ({"hidden": HIDDEN.to_sparse()}, "hidden", "sparse"),
+    ({"weight": WEIGHT.to_sparse()}, "weight", "sparse"),
+    ({"weight": WEIGHT.to("meta")}, "weight", "meta"),
+    ({"mask": torch.ones(2, 3, dtype=torch.bool).to_sparse()}, "mask", "sparse"),
     ({"weight": WEIGHT.bfloat16()}, "weight", "bfloat16"),
     ({"weight": WEIGHT.long()}, "weight", "int64"),
     ({"weight": WEIGHT[0]}, "weight", "(4,)"),
@@ -156,6 +166,7 @@ def test_linear_token_stats_refuses(changes: dict[str, Any], name: str, got: str
         ((0, 4, 8, None), "group"),  # half a vocabulary and nobody to hold the rest
         ((0, 4.0, 4, None), "4.0"),
         ((False, 4, 4, None), "False"),
+        ((0, 4, 4, "tp"), "'tp'"),
     ],
     ids=str,
 )
@@ -170,6 +181,26 @@ def test_vocab_shard_from_group_refuses() -> None:
         flathead.VocabShard.from_group(None, 8, 0)
     with pytest.raises(ValueError, match="vocab_size 9"):
         flathead.VocabShard.from_group(None, 8, 9)
+    bad: Any
+    for bad, message in (((None, "7", 3), "local_size"), ((None, True), "local_size"), (("tp", 7), "group")):
+        with pytest.raises(ValueError, match=f"VocabShard.from_group: {message}: expected"):
+            flathead.VocabShard.from_group(*bad)
+    with pytest.raises(ValueError, match=r"VocabShard\.from_group: vocab_size: expected an int, got 7\.5"):
+        flathead.VocabShard.from_group(None, 8, 7.5)  # type: ignore[arg-type]
+
+
+def test_tensors_of_inference_mode_are_refused_where_autograd_cannot_keep_them() -> None:
+    with torch.inference_mode():
+        hidden, labels = HIDDEN.clone(), LABELS.clone()
+    weight = WEIGHT.clone().requires_grad_()
+    for arguments, name in (((hidden, weight, LABELS), "hidden"), ((HIDDEN, weight, labels), "labels")):
+        with pytest.raises(ValueError, match=f"{name}: expected a tensor made outside torch.inference_mode"):
+            flathead.linear_token_stats(*arguments)
+    with pytest.raises(ValueError, match="labels: expected a tensor made outside"):
+        flathead.token_stats(LOGITS.clone().requires_grad_(), labels)
+    with torch.no_grad():
+        assert flathead.linear_token_stats(hidden, weight, labels).log_prob is not None
+    assert flathead.linear_token_stats(hidden, WEIGHT, labels).log_prob is not None
 
 
 def test_a_temperature_that_wants_a_gradient_is_refused_not_ignored() -> None:

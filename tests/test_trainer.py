@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -52,10 +53,11 @@ def wait_for_steps(process: "subprocess.Popen[str]", run_dir: Path, steps: int) 
 
 
 def test_learns(model: Path, tmp_path: Path) -> None:
-    plain = ("actor.ppo_epochs=1", "actor.ppo_mini_batch_size=4", "actor.use_kl_loss=false", "actor.entropy_coeff=0")
+    plain = ("actor.ppo_epochs=1", "actor.ppo_mini_batch_size=4", "actor.entropy_coeff=0")
     size = ("rollout.n=16", "data.max_response_length=1", "trainer.steps=10", "trainer.save_freq=100")
     faster = ("actor.optim.lr=1e-2", "actor.optim.lr_warmup_steps=0")
-    assert main(command(model, tmp_path / "run", *size, *plain, *faster)) == 0
+    no_kl = [word for word in command(model, tmp_path / "run", *size, *plain, *faster) if "kl_loss" not in word]
+    assert main([*no_kl, "actor.use_kl_loss=false"]) == 0
     rewards = [record["reward"] for record in records(tmp_path / "run")]
     assert len(rewards) == 10 and sum(rewards[-4:]) > 3 * sum(rewards[:4]) > 0
     for record in records(tmp_path / "run"):
@@ -179,3 +181,38 @@ def test_a_run_may_go_on_with_another_number_of_processes(model: Path, tmp_path:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert curve(tmp_path / "two")[-1] == pytest.approx(curve(tmp_path / "one")[-1], rel=2e-3, abs=2e-5)
+
+
+def test_ctrl_c_while_the_model_loads_ends_at_once(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There is nothing to save yet, so Python's own handler is in place."""
+
+    def load(path: str) -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the signal was put off")
+
+    monkeypatch.setattr("flathead.trainer.load_model", load)
+    assert main(command(model, tmp_path / "run")) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, "{not: [yaml", "trainer: 3\n", "[]\n"])
+def test_lost_or_damaged_settings_of_a_run_are_named(
+    content: str | None, model: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    settings = tmp_path / "run" / "config.yaml"
+    settings.unlink() if content is None else settings.write_text(content)
+    assert main(command(model, tmp_path / "run", f"trainer.steps={STEPS + 2}")) == 2
+    error = capsys.readouterr().err
+    assert f"flathead: {settings}: expected the settings of the run" in error and error.count("\n") == 1
+
+
+def test_a_damaged_result_is_named(
+    model: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    (tmp_path / "run" / "result.json").write_text('{"steps": 6')
+    assert main(command(model, tmp_path / "run", f"trainer.steps={STEPS}")) == 2
+    assert "result.json: expected numbers named steps, before and after" in capsys.readouterr().err

@@ -199,18 +199,21 @@ class _HeadForward:
         return results
 
 
-def check_layout(config: FSDPEngineConfig, world: int) -> None:
+def check_layout(config: FSDPEngineConfig, world: int, key: str = "engine") -> None:
+    """Errors: ValueError where the sizes do not divide the processes; `key`: where the configuration stands."""
     tp, shard = config.tensor_parallel_size, config.fsdp_size
     if tp < 1 or world % tp:
-        raise ValueError(f"tensor_parallel_size {tp} does not divide the {world} processes; start a multiple of {tp}")
+        raise ValueError(
+            f"{key}.tensor_parallel_size {tp} does not divide the {world} processes; start a multiple of {tp}"
+        )
     dp = world // tp
     if shard != -1 and (shard < 1 or dp % shard):
         raise ValueError(
-            f"fsdp_size {shard} does not divide the {dp} data-parallel ranks ({world} processes / "
+            f"{key}.fsdp_size {shard} does not divide the {dp} data-parallel ranks ({world} processes / "
             f"tensor_parallel_size {tp}); set it to -1 for all of them"
         )
     if config.param_offload and world == 1:
-        raise ValueError("param_offload: has no effect in one process, which shards nothing; leave it false")
+        raise ValueError(f"{key}.param_offload: has no effect in one process, which shards nothing; leave it false")
 
 
 def _check_packing(model: HuggingFaceModel, packed: dict[str, Any]) -> None:
