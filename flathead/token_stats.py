@@ -18,6 +18,7 @@ from flathead.arguments import (
     check_floating,
     check_head,
     check_label_range,
+    check_main_grad,
     check_labels,
     check_mask,
     check_not_inference,
@@ -99,6 +100,7 @@ def linear_token_stats(
     *,
     bias: Tensor | None = None,
     mask: Tensor | None = None,
+    main_grad: Tensor | None = None,
     temperature: float | Tensor = 1.0,
     stats: tuple[str, ...] = ("log_prob", "entropy"),
     shard: VocabShard | None = None,
@@ -123,6 +125,8 @@ def linear_token_stats(
     fp32 gradient; fp16 is computed in fp32, since its range ends at 65504. Gradients are accumulated in fp32: hidden's
     in N x H x 4 bytes, weight's tile by tile.
     inplace_backward: hidden's gradient overwrites hidden; it, and this graph, can then not be used again.
+    main_grad (V_local, H): weight's gradient is added into it, in its dtype (fp32 for Megatron's buffers), instead of
+    being returned to autograd; `weight.grad` gets nothing from here.
 
     Costs: four products of N x H x V; one all-gather of 20 bytes a row in forward, one all-reduce of the hidden
     gradient in backward. Errors: ValueError for any bad argument, before any work.
@@ -134,10 +138,12 @@ def linear_token_stats(
     check_floating("weight", weight)
     if is_dtensor(weight):
         shard = _agreed(shard, shard_of_dtensor("weight", weight, 0, vocab_size))
+        require(main_grad is None, "main_grad", "None with a DTensor weight", "a tensor")
     rows = _local_rows_of((hidden, labels, mask, temperature), weight, 0)
     weight, bias = local_weight(weight, hidden), bias if bias is None else local_weight(bias, hidden)
     hidden, labels, mask, temperature = rows
     compute_dtype = check_head(hidden, weight, bias)
+    check_main_grad(main_grad, weight)
     shard = check_shard(shard, weight.shape[0], vocab_size, "weight")
     lead = hidden.shape[:-1]
     check_labels(labels, lead, hidden, options)
@@ -150,7 +156,9 @@ def linear_token_stats(
     dropped = ignored if mask is None else (~mask if ignored is None else ignored | ~mask)
     live = None if dropped is None or not bool(dropped.any()) else ~dropped
     with torch.autocast(hidden.device.type, enabled=False):  # the tiles' dtypes are decided here, not by autocast
-        values = HeadStats.apply(hidden, weight, bias, labels, live, scaling, shard, options, compute_dtype)
+        values = HeadStats.apply(
+            hidden, weight, bias, labels, live, scaling, shard, options, compute_dtype, main_grad
+        )
     return TokenStats(**dict(zip(options.stats, values, strict=True)))
 
 

@@ -6,7 +6,7 @@ states and its head (or the logits), at the place where those are whole, and get
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,16 @@ class MicroStep:
             return self.config.entropy_from_logits_chunk_size
         return without_chunking
 
+    def of_rows(self, rows: Tensor) -> "MicroStep":
+        """The step of only those rows of its batch, for a rank that has hidden states of no other.
+
+        Without any it is the batch's first row, whose statistics and loss then do not count.
+        """
+        batch = self.batch.select_rows(rows if len(rows) else torch.zeros(1, dtype=torch.long))
+        if not len(rows):
+            batch = batch.counting_nothing()
+        return replace(self, batch=batch)
+
     def _results(self, stats_N: TokenStats) -> dict[str, Tensor]:
         if self.loss_fn is None:
             return {name: getattr(stats_N, name) for name in self.stats}
@@ -90,6 +100,20 @@ class MicroStep:
         return {"loss": (weight_N * loss_N).sum() * self.loss_scale, **sums}
 
 
+@dataclass(frozen=True)
+class SavedForm:
+    """What a model is saved as: like the one that came."""
+
+    architecture: Any
+    config: Any
+    generation_config: Any
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: Any) -> "SavedForm":
+        return cls(type(model), model.config, model.generation_config, model.dtype)
+
+
 class Engine(ABC):
     """A model on this process's devices. Data-parallel ranks are given different batches, the others the same one.
 
@@ -99,6 +123,7 @@ class Engine(ABC):
 
     config: EngineConfig
     device: torch.device
+    saved_form: SavedForm
     dp_rank: int = 0
     dp_size: int = 1
     tp_size: int = 1
@@ -128,9 +153,19 @@ class Engine(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    @abstractmethod
     def save_pretrained(self, path: str | Path) -> None:
         """Writes the model in Hugging Face's format, from rank 0. All ranks take part."""
+        rank, form, weights = dist.get_rank() if dist.is_initialized() else 0, self.saved_form, {}
+        for name, tensor in self.full_weights():
+            if rank == 0:
+                weights[name] = tensor.to("cpu", form.dtype if tensor.is_floating_point() else tensor.dtype)
+        if rank == 0:
+            with torch.device("meta"):
+                twin = form.architecture._from_config(form.config, dtype=form.dtype)
+            twin.generation_config = form.generation_config
+            twin.save_pretrained(path, state_dict=weights)
+        if dist.is_initialized():
+            dist.barrier()
 
     def token_stats(
         self, batch: PackedBatch, stats: tuple[str, ...] = ("log_prob", "entropy"), *, temperature: float = 1.0
@@ -192,10 +227,7 @@ class Engine(ABC):
         micros = [batch.select(part).to(self.device) for part in parts]
         if len(micros) < count:
             shortest = min(range(len(batch.lengths)), key=batch.lengths.__getitem__)
-            filler = batch.select([shortest]).to(self.device)
-            filler = filler.replace(
-                response_mask_N=torch.zeros_like(filler.response_mask_N), weight_N=torch.zeros_like(filler.weight_N)
-            )
+            filler = batch.select([shortest]).to(self.device).counting_nothing()
             micros += [filler] * (count - len(micros))
         return parts, micros
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flathead.config import FSDPEngineConfig, OptimConfig, check_engine, lr_factor
-from flathead.engines.base import Engine, MicroStep
+from flathead.engines.base import Engine, MicroStep, SavedForm
 from flathead.engines.packed_attention import use_packed_attention, without_mask
 from flathead.engines.tensor_parallel import check_tensor_parallel, shard_over_tp
 from flathead.lm_head import HuggingFaceModel, check_model, evaluating, no_logits, read_head, replaced_head
@@ -48,7 +47,7 @@ class FSDPEngine(Engine):
         check_layout(config, world)
         check_model(model)
         self.device = _device()
-        self._architecture, self._saved_dtype = type(model), model.dtype
+        self.saved_form = SavedForm.of(model)
         self.model = model.to(self.device, torch.float32)
         _check_packing(model, packed={})
         self._packed = use_packed_attention(model)
@@ -161,20 +160,6 @@ class FSDPEngine(Engine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
-
-    def save_pretrained(self, path: str | Path) -> None:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        weights = {}
-        for name, tensor in self.full_weights():
-            if rank == 0:
-                weights[name] = tensor.to("cpu", self._saved_dtype if tensor.is_floating_point() else tensor.dtype)
-        if rank == 0:
-            with torch.device("meta"):  # the trained one is sharded and in fp32; what is saved is like what came
-                twin = self._architecture._from_config(self.model.config, dtype=self._saved_dtype)
-            twin.generation_config = self.model.generation_config
-            twin.save_pretrained(path, state_dict=weights)
-        if dist.is_initialized():
-            dist.barrier()
 
 
 @dataclass(eq=False)

@@ -1,0 +1,91 @@
+"""Megatron-Core without CUDA: its "cuda" is this CPU, for as long as `on_this_device` is open.
+
+Megatron names the device itself (`device="cuda"`, `torch.cuda.current_device()`, types called "torch.cuda.FloatTensor").
+Only where things live is changed here, never what is computed; with CUDA nothing is.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def _here(value: Any) -> Any:
+    """A name of a CUDA device, in any spelling, -> the CPU; anything else unchanged."""
+    if isinstance(value, str) and value.startswith("cuda") and value[4:5] in ("", ":"):
+        return "cpu"
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    return value
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.cuda:
+            return args[0]
+        if func is Tensor.type and len(args) == 1 and not kwargs:  # the optimizers know only types that say "cuda"
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if "device" in kwargs or kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "device": _here(kwargs.get("device"))}
+            kwargs.pop("pin_memory", None)
+        if func is Tensor.to:
+            args = tuple(map(_here, args))
+        return func(*args, **kwargs)
+
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_depth = 0
+
+
+@contextmanager
+def on_this_device() -> Iterator[None]:
+    """Inside, Megatron's CUDA calls reach the device there is. May be opened again inside itself."""
+    global _depth
+    if torch.cuda.is_available() or _depth:
+        yield
+        return
+    _depth += 1
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
+            for name in ("synchronize", "empty_cache"):
+                stack.enter_context(patch.object(torch.cuda, name, lambda *_, **__: None))
+            if _RANDOM in sys.modules:  # recomputation also restores CUDA's random state, of which there is none
+                for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
+                    stack.enter_context(patch(f"{_RANDOM}.{name}", lambda *_, **__: None))
+            stack.enter_context(_CudaIsCpu())
+            yield
+    finally:
+        _depth -= 1
+
+
+def import_megatron() -> None:
+    """Imports Megatron-Core and mbridge for the device there is.
+
+    On a CPU Megatron's small functions stay as they are: compiling them, as it does on import, costs minutes there.
+    Errors: ModuleNotFoundError naming the extra that brings them.
+    """
+    if "megatron.core" in sys.modules and "mbridge" in sys.modules:
+        return
+    from torch._dynamo import config as dynamo
+
+    try:
+        with on_this_device(), nullcontext() if torch.cuda.is_available() else dynamo.patch(disable=True):
+            import_module("megatron.core.models.gpt.gpt_model")
+            import_module("mbridge")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("megatron", "mbridge", "einops"):
+            raise
+        raise ModuleNotFoundError(
+            f'{missing} is not installed; pip install "flathead[megatron]"', name=missing
+        ) from error
