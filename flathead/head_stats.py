@@ -155,7 +155,9 @@ class HeadStats(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if need_weight and ctx.main_grad is None else None
         grad_bias = torch.empty_like(bias) if need_bias and bias is not None else None
         with torch.autocast(hidden.device.type, enabled=False):
-            _gradients(tokens, head, rows, kernels.resolve(ctx.options.impl), grad_MH, grad_weight, grad_bias, ctx.main_grad)
+            _gradients(
+                tokens, head, rows, kernels.resolve(ctx.options.impl), grad_MH, grad_weight, grad_bias, ctx.main_grad
+            )
         grad_hidden = None
         if grad_MH is not None:
             version = hidden._version

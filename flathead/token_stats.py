@@ -18,8 +18,8 @@ from flathead.arguments import (
     check_floating,
     check_head,
     check_label_range,
-    check_main_grad,
     check_labels,
+    check_main_grad,
     check_mask,
     check_not_inference,
     check_options,
@@ -156,9 +156,7 @@ def linear_token_stats(
     dropped = ignored if mask is None else (~mask if ignored is None else ignored | ~mask)
     live = None if dropped is None or not bool(dropped.any()) else ~dropped
     with torch.autocast(hidden.device.type, enabled=False):  # the tiles' dtypes are decided here, not by autocast
-        values = HeadStats.apply(
-            hidden, weight, bias, labels, live, scaling, shard, options, compute_dtype, main_grad
-        )
+        values = HeadStats.apply(hidden, weight, bias, labels, live, scaling, shard, options, compute_dtype, main_grad)
     return TokenStats(**dict(zip(options.stats, values, strict=True)))
 
 

@@ -5,9 +5,8 @@ the sequence, without logits, the weight's gradient added in fp32 into Megatron'
 lm_head=logits: the classic way, from vocabulary-parallel logits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -41,9 +40,7 @@ class MegatronEngine(Engine):
         import_megatron()
         from flathead.engines import megatron_model
 
-        megatron_model.check_model(
-            model.config, config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-        )
+        megatron_model.check_model(model.config, config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
         self.config, self.optim, self._steps_done = config, optim, 0
         self.device = _device()
         self.saved_form = SavedForm.of(model)
@@ -266,7 +263,10 @@ class MegatronEngine(Engine):
         """Sums over context-parallel ranks; statistics (own rows) -> (N)."""
         if step.loss_fn is None:
             rows = pack.rows
-            result = {n: v.new_zeros(len(step.batch.input_ids_N)).index_put_((rows,), v[: len(rows)]) for n, v in result.items()}
+            result = {
+                n: v.new_zeros(len(step.batch.input_ids_N)).index_put_((rows,), v[: len(rows)])
+                for n, v in result.items()
+            }
         if self.cp_size > 1:
             for value in result.values():
                 dist.all_reduce(value, group=self.cp_group)
@@ -293,7 +293,7 @@ class MegatronEngine(Engine):
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `Engine.full_weights`; in bf16 the weights the model computes with, in fp32."""
         with on_this_device():
-            for name, tensor in self._export(self._bridge, self.model):
+            for name, tensor in self._export(self._bridge, self.model, self.saved_form.config):
                 yield name, tensor.float()
 
     def _own_key(self) -> str:

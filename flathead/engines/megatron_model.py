@@ -109,13 +109,12 @@ def check_model(hf_config: Any, tp: int, pp: int) -> None:
     family = hf_config.model_type
     if family not in FAMILIES:
         raise ValueError(f"model: the Megatron engine takes {', '.join(FAMILIES)}, got {family}; use strategy=fsdp")
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        size = getattr(hf_config, name)
-        if size % tp:
-            fitting = ", ".join(str(n) for n in range(1, tp + 1) if size % n == 0)
-            raise ValueError(
-                f"tp({tp}) does not divide {name} {size}; set tensor_model_parallel_size to one of {fitting}"
-            )
+    size = hf_config.intermediate_size
+    if size % tp:
+        fitting = ", ".join(str(n) for n in range(1, tp + 1) if size % n == 0)
+        raise ValueError(
+            f"tp({tp}) does not divide intermediate_size {size}; set tensor_model_parallel_size to one of {fitting}"
+        )
     layers = hf_config.num_hidden_layers
     if layers % pp:
         fitting = ", ".join(str(n) for n in range(1, pp + 1) if layers % n == 0)
@@ -142,7 +141,7 @@ def bridge_of(hf_config: Any, dtype: torch.dtype, tp: int, **overrides: Any) -> 
 
     overrides: fields of Megatron's TransformerConfig.
     """
-    hf_config = deepcopy(hf_config)
+    hf_config = _with_padded_heads(hf_config, tp)
     hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]  # where transformers 5 keeps it
     stock = type(AutoBridge.from_config(hf_config, dtype=dtype))
 
@@ -187,6 +186,45 @@ def bridge_of(hf_config: Any, dtype: torch.dtype, tp: int, **overrides: Any) -> 
     return bridge
 
 
+def _with_padded_heads(hf_config: Any, tp: int) -> Any:
+    """The configuration with as many more groups of heads as Megatron needs, which shards whole groups.
+
+    The weights of the groups more are zero, around them values and outputs too: they add nothing, their gradient is
+    exactly zero, and so they stay.
+    """
+    config, groups = deepcopy(hf_config), hf_config.num_key_value_heads
+    config.head_dim = head_dim(hf_config)
+    config.num_key_value_heads = -(-groups // tp) * tp
+    config.num_attention_heads = hf_config.num_attention_heads // groups * config.num_key_value_heads
+    return config
+
+
+def head_dim(hf_config: Any) -> int:
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+def _heads_dim(name: str, config: Any) -> tuple[int, int] | None:
+    """Which dimension of a weight is heads x channels, and how long it is in this configuration; None: none is."""
+    parts = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    parts |= {"v_proj": parts["k_proj"], "o_proj": parts["q_proj"]}
+    part = name.split(".")[-2] if "self_attn." in name else ""
+    return (1 if part == "o_proj" else 0, parts[part] * head_dim(config)) if part in parts else None
+
+
+def with_padded_heads(weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Weights by Hugging Face name, zeros put behind their heads up to those of the padded configuration."""
+
+    def padded(name: str, tensor: Tensor) -> Tensor:
+        if (found := _heads_dim(name, config)) is None:
+            return tensor
+        dim, size = found
+        missing = list(tensor.shape)
+        missing[dim] = size - missing[dim]
+        return torch.cat([tensor, tensor.new_zeros(missing)], dim) if missing[dim] else tensor
+
+    return {name: padded(name, tensor) for name, tensor in weights.items()}
+
+
 def build(bridge: Bridge, weights: dict[str, Tensor] | None) -> GPTModel:
     """This rank's part of the model, filled from `weights` under their Hugging Face names. All ranks take part;
     the weights of each tensor-parallel group's first rank count."""
@@ -195,7 +233,8 @@ def build(bridge: Bridge, weights: dict[str, Tensor] | None) -> GPTModel:
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     if weights is not None:
-        bridge._get_safetensor_io = lambda path: _InMemory(weights)
+        padded = with_padded_heads(weights, bridge.hf_config)
+        bridge._get_safetensor_io = lambda path: _InMemory(padded)
         with torch.no_grad():
             bridge.load_weights([model], "")
     return model
@@ -211,11 +250,15 @@ class _InMemory:
         return {name: self.weights[name] for name in names}
 
 
-def exported(bridge: Bridge, model: GPTModel) -> Iterator[tuple[str, Tensor]]:
-    """Every weight, whole, on every rank, under its Hugging Face name; tied ones once. All ranks take part."""
+def exported(bridge: Bridge, model: GPTModel, hf_config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every weight, whole, on every rank, under its Hugging Face name; tied ones once. All ranks take part.
+
+    hf_config: of the model that came, without padded heads."""
     seen: set[str] = set()
     with torch.no_grad():
         for name, tensor in bridge.export_weights([model]):
             if name not in seen:
                 seen.add(name)
+                if (found := _heads_dim(name, hf_config)) is not None:
+                    tensor = tensor.narrow(found[0], 0, found[1]).contiguous()
                 yield name, tensor.detach()

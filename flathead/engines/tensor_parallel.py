@@ -4,6 +4,7 @@
     head                 weight S(0)@TP                          o, down             weight S(1)@TP, output replicated
     q_norm, k_norm       replicated, applied to this rank's heads: their gradient is summed over TP
     other norms          replicated, applied to replicated rows: every rank has their whole gradient
+    attention            replicated as a whole where its heads do not divide: every rank computes all of it
 
 Errors: ValueError for another family, for a part of a layer not named here, and where the sizes do not divide.
 """
@@ -31,7 +32,7 @@ def check_tensor_parallel(model: HuggingFaceModel, tp: int) -> None:
             f"tensor_parallel_size {tp}: expected a model of {', '.join(_FAMILIES)}, got {config.model_type}; "
             "set it to 1"
         )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+    for name in ("intermediate_size", "vocab_size"):
         size = getattr(config, name)
         if size % tp:
             fitting = ", ".join(str(n) for n in range(1, tp + 1) if size % n == 0)
@@ -51,6 +52,8 @@ def shard_over_tp(model: HuggingFaceModel, mesh: DeviceMesh) -> None:
         # Heads are dimension 2 of (batch, token, head, channel): "sequence" is torch's name, not what it does here.
         **dict.fromkeys(_PER_HEAD, SequenceParallel(sequence_dim=2, use_local_output=True)),
     }
+    if not _heads_divide(model.config, mesh.size()):
+        styles = {name: style for name, style in styles.items() if not name.startswith("self_attn.")}
     for layer in model.model.layers:
         present = {name: style for name, style in styles.items() if _has(layer, name)}
         parallelize_module(layer, mesh, present)
@@ -59,6 +62,10 @@ def shard_over_tp(model: HuggingFaceModel, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=whole)})
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
+
+
+def _heads_divide(config: Any, tp: int) -> bool:
+    return config.num_attention_heads % tp == 0 and config.num_key_value_heads % tp == 0
 
 
 def _has(layer: nn.Module, name: str) -> bool:

@@ -23,12 +23,16 @@ STEPS = 2
 class ModelCase:
     family: str
     tied: bool
+    heads: tuple[int, int] = (4, 2)  # of queries, of keys and values
 
     def model(self, seed: int = 0) -> PreTrainedModel:
-        return tiny(self.family, seed=seed, tie_word_embeddings=self.tied)
+        heads = {"num_attention_heads": self.heads[0], "num_key_value_heads": self.heads[1]}
+        heads["hidden_size"] = 16 * self.heads[0]
+        return tiny(self.family, seed=seed, tie_word_embeddings=self.tied, **heads)
 
     def __str__(self) -> str:
-        return f"{self.family}-{'tied' if self.tied else 'untied'}"
+        heads = "" if self.heads == (4, 2) else f"-{self.heads[0]}x{self.heads[1]}-heads"
+        return f"{self.family}-{'tied' if self.tied else 'untied'}{heads}"
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import importlib
 import json
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def _rank(rank: int, world: int, module: str, directory: str, timeout: float) ->
         timeout=timedelta(seconds=timeout),
     )
     with open(Path(directory) / f"rank{rank}.jsonl", "w", buffering=1) as outcomes:
-        for name, case in importlib.import_module(module).CASES.items():
+        for name, case in _cases(module).items():
             try:
                 case(rank, world)
                 outcome = "ok"
@@ -34,8 +35,15 @@ def _rank(rank: int, world: int, module: str, directory: str, timeout: float) ->
     dist.destroy_process_group()
 
 
+def _cases(module: str) -> dict[str, Callable[[int, int], None]]:
+    name, _, attribute = module.partition(":")
+    return getattr(importlib.import_module(name), attribute or "CASES")
+
+
 def run_cases(module: str, world: int, directory: Path, timeout: float = 120.0) -> dict[str, list[str]]:
-    """Runs ``module.CASES`` (name -> function of rank and world) on ``world`` ranks: name -> one outcome per rank.
+    """Runs ``module.CASES``, or ``module:NAME`` (name -> function of rank and world) on ``world`` ranks.
+
+    Returns name -> one outcome per rank.
 
     An outcome is "ok", the traceback, or "did not finish": after a failure, or a hang longer than ``timeout`` seconds.
     """
@@ -56,6 +64,6 @@ def run_cases(module: str, world: int, directory: Path, timeout: float = 120.0) 
     for rank in range(world):
         path = directory / f"rank{rank}.jsonl"
         done = dict(map(json.loads, path.read_text().splitlines())) if path.exists() else {}
-        for name in importlib.import_module(module).CASES:
+        for name in _cases(module):
             results.setdefault(name, []).append(done.get(name, "did not finish"))
     return results
