@@ -244,7 +244,7 @@ class MegatronEngine(Engine):
             del layer.forward
 
     def _gathered(self, hidden: Tensor) -> Tensor:
-        """Sequence-parallel hidden states S(0)@TP -> replicated. Their gradient comes back whole: each rank keeps its part."""
+        """Sequence-parallel hidden states S(0)@TP -> replicated. Each rank keeps its part of their whole gradient."""
         if not self._sequence_parallel:
             return hidden
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -262,11 +262,8 @@ class MegatronEngine(Engine):
     def _over_context(self, result: dict[str, Tensor], step: MicroStep, pack: "Pack") -> dict[str, Tensor]:
         """Sums over context-parallel ranks; statistics (own rows) -> (N)."""
         if step.loss_fn is None:
-            rows = pack.rows
-            result = {
-                n: v.new_zeros(len(step.batch.input_ids_N)).index_put_((rows,), v[: len(rows)])
-                for n, v in result.items()
-            }
+            rows, total = pack.rows, len(step.batch.input_ids_N)
+            result = {n: v.new_zeros(total).index_put_((rows,), v[: len(rows)]) for n, v in result.items()}
         if self.cp_size > 1:
             for value in result.values():
                 dist.all_reduce(value, group=self.cp_group)

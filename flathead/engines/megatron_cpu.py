@@ -1,6 +1,6 @@
 """Megatron-Core without CUDA: its "cuda" is this CPU, for as long as `on_this_device` is open.
 
-Megatron names the device itself (`device="cuda"`, `torch.cuda.current_device()`, types called "torch.cuda.FloatTensor").
+Megatron names the device itself: `device="cuda"`, `torch.cuda.current_device()`, types like "torch.cuda.FloatTensor".
 Only where things live is changed here, never what is computed; with CUDA nothing is.
 """
 

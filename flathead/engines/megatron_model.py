@@ -9,7 +9,7 @@ Import this module only after `megatron_cpu.import_megatron()`.
 from collections.abc import Iterator
 from copy import deepcopy
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from mbridge import AutoBridge
@@ -154,7 +154,7 @@ def bridge_of(hf_config: Any, dtype: torch.dtype, tp: int, **overrides: Any) -> 
         _MLP_MAPPING = dict(stock._MLP_MAPPING) | {
             "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"]
         }
-        _OTHER_MAPPING = {"input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"]}
+        _OTHER_MAPPING: ClassVar = {"input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"]}
 
         def _adjust_mapping_for_shared_weights(self) -> None: ...
 
