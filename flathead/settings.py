@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 from typing import cast
 
 from hydra import compose as hydra_compose
@@ -14,8 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flathead import config as schema
 
-ConfigStore.instance().store(name="schema", node=schema.TrainConfig)
+_STORE = ConfigStore.instance()
+_STORE.store(name="schema", node=schema.TrainConfig)
+for _name, _strategy in schema.STRATEGIES.items():
+    _STORE.store(group="actor", name=f"{_name}_schema", node=_strategy.actor)
+    _STORE.store(group="ref", name=f"{_name}_schema", node=_strategy.ref)
 
+_GROUPS = "actor@", "ref@"  # overrides that choose the engine, and with it the keys there are
 
 _WRONG_TYPE = re.compile(r"Value (.*) of type '.*' could not be converted to (\w+)", re.DOTALL)
 _HELP = "`flathead train --help` prints every key"
@@ -31,9 +37,8 @@ def _one_line(error: Exception) -> str:
     return f"{key}: {reason}" if key else lines[0]
 
 
-def _check_keys(overrides: list[str]) -> None:
+def _check_keys(declared: DictConfig, overrides: list[str]) -> None:
     """Errors: ValueError for an override's key that is not declared. Hydra's groups (with @ or /) are left to it."""
-    declared = OmegaConf.structured(schema.TrainConfig)
     for override in overrides:
         key = override.partition("=")[0]
         if not key.strip():
@@ -52,7 +57,7 @@ def _check_keys(overrides: list[str]) -> None:
                     + (f"{', '.join(names)}; " if names else "no keys of its own; ")
                 )
                 raise ValueError(f"{key}: no such key; {hint}{_HELP}")
-            node, known = node[part], f"{known}{part}."
+            node, known = OmegaConf.select(node, part), f"{known}{part}."
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
@@ -60,9 +65,10 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
 
     Errors: ValueError naming an unknown key, a value of the wrong type, or an unknown configuration name.
     """
-    _check_keys(overrides)
     with initialize_config_module("flathead.conf", version_base="1.3"):
         try:
+            chosen = [override for override in overrides if override.lstrip("+~").startswith(_GROUPS)]
+            _check_keys(hydra_compose(config_name, chosen), overrides)
             return hydra_compose(config_name, overrides)
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(f"{_one_line(error)}; {_HELP}") from error
@@ -81,5 +87,23 @@ def resolve(composed: DictConfig, overrides: Iterable[str] = ()) -> schema.Train
     return config
 
 
+GENERATED = ("ppo_trainer", "ppo_megatron_trainer")
+
+
+def generated(config_name: str) -> str:
+    """The flattened reference of a configuration: every key, interpolations as written."""
+    head = f"# {config_name}.yaml with all its parts, for reading. Made by: python -m flathead.settings\n"
+    return head + OmegaConf.to_yaml(compose(config_name, []))
+
+
+def generated_path(config_name: str) -> Path:
+    return Path(__file__).parent / "conf" / f"_generated_{config_name}.yaml"
+
+
 def to_yaml(config: schema.TrainConfig) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+if __name__ == "__main__":
+    for _name in GENERATED:
+        generated_path(_name).write_text(generated(_name))

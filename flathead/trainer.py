@@ -6,6 +6,7 @@ questions and sampling noise are functions of (seed, step), so a resumed run goe
 """
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,10 +26,10 @@ from omegaconf import DictConfig, OmegaConf
 from flathead import checkpoint
 from flathead.advantages import ADVANTAGES
 from flathead.batch import PackedBatch
-from flathead.config import TrainConfig, task_settings
+from flathead.config import KL_TYPES, STRATEGIES, TrainConfig, engine_of, engines_of, task_settings
 from flathead.data import Question, TaskData
+from flathead.engines import check_available, check_layout, layout_of, make_engine
 from flathead.engines.base import Engine
-from flathead.engines.fsdp import FSDPEngine, check_layout
 from flathead.losses import LossFn, policy_loss_fn, token_weights
 from flathead.metrics import RunLog, plot_report, read_result
 from flathead.pretrained import load_model, load_tokenizer, locate
@@ -47,8 +48,8 @@ _FREE = (
     "trainer.live",
     "data.max_prompt_length",
     "actor_rollout_ref.actor.optim.total_training_steps",
-    "actor_rollout_ref.actor.fsdp_config",
-    "actor_rollout_ref.ref.fsdp_config",
+    "actor_rollout_ref.ref.entropy_from_logits",
+    *(f"actor_rollout_ref.{part}.{strategy.key}" for part in ("actor", "ref") for strategy in STRATEGIES.values()),
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.rollout.max_num_seqs",
 )
@@ -73,6 +74,7 @@ def train(config: TrainConfig) -> int:
     """
     data, run_dir = config.data, run_directory(config)
     locate(config.actor_rollout_ref.model.path)
+    check_available(config.actor_rollout_ref.actor.strategy)
     parameters, instruction = task_settings(data)
     task = TaskData(data.task, parameters, instruction=instruction, val_size=data.val_size, seed=data.seed)
     _check_writable(run_dir)
@@ -121,10 +123,10 @@ class Job:
         model = load_model(arr.model.path)
         self._check_length(model.config)
         reference = deepcopy(model) if arr.actor.use_kl_loss else None
-        self.engine: Engine = FSDPEngine(model, arr.actor.fsdp_config, arr.actor.optim)
+        self.engine: Engine = make_engine(model, engine_of(arr.actor), arr.actor.optim)
         self.reference: Engine | None = None
         if reference is not None:
-            self.reference = FSDPEngine(reference.requires_grad_(False), arr.ref.fsdp_config, arr.actor.optim)
+            self.reference = make_engine(reference.requires_grad_(False), engine_of(arr.ref), arr.actor.optim)
         self.sampler = Sampler(model.config, tokenizer, arr.rollout, self.engine.device)
 
     def run(self, resumed: Path | None, stop: StopSignals) -> int:
@@ -300,33 +302,35 @@ class Job:
 
 def _check_processes(config: TrainConfig, world: int) -> None:
     """Errors: ValueError where models or batches cannot be divided among the processes."""
-    arr = config.actor_rollout_ref
-    tp, ref_tp = arr.actor.fsdp_config.tensor_parallel_size, arr.ref.fsdp_config.tensor_parallel_size
-    check_layout(arr.actor.fsdp_config, world, "actor_rollout_ref.actor.fsdp_config")
-    if arr.actor.use_kl_loss:
-        check_layout(arr.ref.fsdp_config, world, "actor_rollout_ref.ref.fsdp_config")
-        if ref_tp != tp:
-            raise ValueError(
-                f"actor_rollout_ref.ref.fsdp_config.tensor_parallel_size: expected the actor's {tp}, since both are "
-                f"given the same batches, got {ref_tp}"
-            )
-    if arr.actor.ppo_mini_batch_size * arr.rollout.n < world // tp:
+    actor, engines = config.actor_rollout_ref.actor, engines_of(config)
+    for key, engine in engines.items():
+        check_layout(engine, world, key)
+    (own, layout), *others = [(key, layout_of(engine)) for key, engine in engines.items()]
+    for key, other in others:
+        for name, size in layout.items():
+            if other[name] != size:
+                raise ValueError(
+                    f"{key}.{name}: expected {size} as in {own}, since both are given the same batches, got "
+                    f"{other[name]}"
+                )
+    dp, n = world // math.prod(layout.values()), config.actor_rollout_ref.rollout.n
+    if actor.ppo_mini_batch_size * n < dp:
         raise ValueError(
-            f"actor_rollout_ref.actor.ppo_mini_batch_size: expected a response for each of {world // tp} data-parallel "
-            f"ranks, got {arr.actor.ppo_mini_batch_size} prompts x n {arr.rollout.n}"
+            f"actor_rollout_ref.actor.ppo_mini_batch_size: expected a response for each of {dp} data-parallel ranks, "
+            f"got {actor.ppo_mini_batch_size} prompts x n {n}"
         )
 
 
 def _loss_fn(config: TrainConfig) -> LossFn:
     actor = config.actor_rollout_ref.actor
     return policy_loss_fn(
-        loss_mode=actor.policy_loss.loss_mode,
+        loss_mode="ppo" if actor.policy_loss.loss_mode == "vanilla" else actor.policy_loss.loss_mode,
         clip_ratio_low=actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low,
         clip_ratio_high=actor.clip_ratio if actor.clip_ratio_high is None else actor.clip_ratio_high,
         clip_ratio_c=actor.clip_ratio_c,
         entropy_coeff=actor.entropy_coeff,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-        kl_loss_type=actor.kl_loss_type,
+        kl_loss_type=KL_TYPES.get(actor.kl_loss_type, actor.kl_loss_type),
     )
 
 

@@ -82,6 +82,24 @@ MISTAKES = {
     ),
     "evaluation after the end": (["trainer.test_freq=13"], "trainer.test_freq: has no effect past trainer.steps 12"),
     "prompt": (["data.max_prompt_length=5"], "data.max_prompt_length: expected at least"),
+    "chunk -1": (
+        ["actor.entropy_from_logits_with_chunking=true", "actor.entropy_from_logits_chunk_size=-1"],
+        "entropy_from_logits_chunk_size: expected at least 1, got -1",
+    ),
+    "chunk 2k": (
+        ["actor.entropy_from_logits_chunk_size=2k"],
+        "actor.entropy_from_logits_chunk_size: expected integer, got '2k'",
+    ),
+    "chunk null": (["actor.entropy_from_logits_chunk_size=null"], "actor.entropy_from_logits_chunk_size: "),
+    "engine without code": (
+        ["actor@actor_rollout_ref.actor=veomni_actor", "ref@actor_rollout_ref.ref=veomni_ref"],
+        "actor_rollout_ref.actor.strategy: expected an engine of this version, fsdp or megatron, got veomni",
+    ),
+    "megatron's layout": (
+        ["--config-name", "ppo_megatron_trainer", "actor.megatron.tensor_model_parallel_size=2"],
+        "tensor_model_parallel_size 2 x pipeline_model_parallel_size 1 x context_parallel_size 1 = 2 does not divide",
+    ),
+    "megatron's other key": (["actor.megatron.dtype=float32"], "actor_rollout_ref.actor.megatron.dtype: no such key"),
     "chunk": (["actor.entropy_from_logits_chunk_size=0"], "entropy_from_logits_chunk_size: expected at least 1, got 0"),
     "budget, logits": (
         ["actor.fsdp_config.stats_memory_budget=1000", "actor.fsdp_config.lm_head=logits"],

@@ -5,6 +5,7 @@ Only where things live is changed here, never what is computed; with CUDA nothin
 """
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
@@ -68,20 +69,26 @@ def on_this_device() -> Iterator[None]:
         _depth -= 1
 
 
-def import_megatron() -> None:
-    """Imports Megatron-Core and mbridge for the device there is.
+def import_megatron(*modules: str) -> None:
+    """Imports Megatron-Core's modules, or what the engine needs of it and mbridge, for the device there is.
 
     On a CPU Megatron's small functions stay as they are: compiling them, as it does on import, costs minutes there.
     Errors: ModuleNotFoundError naming the extra that brings them.
     """
-    if "megatron.core" in sys.modules and "mbridge" in sys.modules:
+    modules = modules or ("megatron.core.models.gpt.gpt_model", "megatron.core.optimizer", "mbridge")
+    if all(module in sys.modules for module in modules):
         return
     from torch._dynamo import config as dynamo
 
     try:
-        with on_this_device(), nullcontext() if torch.cuda.is_available() else dynamo.patch(disable=True):
-            import_module("megatron.core.models.gpt.gpt_model")
-            import_module("mbridge")
+        with (
+            on_this_device(),
+            nullcontext() if torch.cuda.is_available() else dynamo.patch(disable=True),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # that Transformer Engine and Apex, which are not used here, are missing
+            for module in modules:
+                import_module(module)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("megatron", "mbridge", "einops"):

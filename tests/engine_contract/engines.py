@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from flathead.config import FSDPEngineConfig, McoreEngineConfig, OptimConfig
 from flathead.engines.base import Engine
+from tests.support.megatron import leave_megatron_groups
 
 
 def _fsdp(**layout: Any) -> Callable[..., Engine]:
@@ -19,16 +20,17 @@ def _fsdp(**layout: Any) -> Callable[..., Engine]:
     return make
 
 
+_megatron_layout: dict[str, Any] = {}
+
+
 def _megatron(**layout: Any) -> Callable[..., Engine]:
     def make(model: PreTrainedModel, optim: OptimConfig, **options: Any) -> Engine:
         from flathead.engines.megatron import MegatronEngine
-        from flathead.engines.megatron_cpu import import_megatron
 
-        import_megatron()
-        from megatron.core import parallel_state
-
-        if parallel_state.model_parallel_is_initialized():  # of the row before, in another layout
-            parallel_state.destroy_model_parallel()
+        global _megatron_layout
+        if _megatron_layout != layout:
+            leave_megatron_groups()
+            _megatron_layout = layout
         return MegatronEngine(model, McoreEngineConfig(**{"dtype": "float32", **layout, **options}), optim)
 
     return make

@@ -1,4 +1,4 @@
-"""The Megatron engine keeps the contract on one, two and four real processes: its groups are global, none in this one."""
+"""The Megatron engine keeps the contract on one, two and four processes; its groups are global: not in this one."""
 
 import pytest
 
