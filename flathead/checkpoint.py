@@ -94,7 +94,8 @@ def save(run_dir: Path, step: int, engine: Engine, state: dict[str, Any], keep: 
     with _one_process_is_fine():
         save_shards(engine.state_dict(), checkpoint_id=made, no_dist=not dist.is_initialized())
     if _rank() == 0:
-        (made / _STATE).write_text(json.dumps({**state, "step": step}))
+        layout = {} if engine.state_layout is None else {"layout": engine.state_layout}
+        (made / _STATE).write_text(json.dumps({**state, "step": step, **layout}))
         replace_directory(made, final)
         for old in sorted(final.parent.glob("step_" + "[0-9]" * 6))[:-keep]:
             shutil.rmtree(old)
@@ -103,7 +104,15 @@ def save(run_dir: Path, step: int, engine: Engine, state: dict[str, Any], keep: 
 
 
 def load(checkpoint: Path, engine: Engine) -> dict[str, Any]:
-    """Fills the engine from a checkpoint, whatever the number of processes; returns the trainer's state."""
+    """Fills the engine from a checkpoint; returns the trainer's state.
+
+    Errors: ValueError for a checkpoint that only another layout of the engine can read.
+    """
+    if (layout := read_state(checkpoint).get("layout")) != engine.state_layout:
+        raise ValueError(
+            f"{checkpoint}: expected a run in the layout it was written by ({layout}), got {engine.state_layout}; "
+            "start as many processes with the same parallel sizes, or choose another trainer.run_dir"
+        )
     state = engine.state_dict()
     with _one_process_is_fine():
         load_shards(state, checkpoint_id=checkpoint, no_dist=not dist.is_initialized())

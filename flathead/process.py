@@ -13,6 +13,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from flathead import engines
+
 _SAME_KEY = 2.0  # seconds: torchrun passes on a Ctrl-C that the terminal has sent to every process already
 
 
@@ -23,15 +25,15 @@ def say(text: str) -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """The default group when torchrun started several processes."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        yield
-        return
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    """The default group when torchrun started several processes; whatever groups there are, are gone afterwards."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        engines.leave_groups()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 class StopSignals:

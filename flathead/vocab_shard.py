@@ -86,7 +86,7 @@ class VocabShard:
             return partials_5N
         size = dist.get_world_size(self.group)
         gathered = partials_5N.new_empty(size * partials_5N.shape[0], *partials_5N.shape[1:])
-        dist.all_gather_into_tensor(gathered, partials_5N.contiguous(), group=self.group)
+        dist.all_gather_single(gathered, partials_5N.contiguous(), group=self.group)
         return reduce(lambda a, b: vocab_math.merge(a, b, beta), gathered.chunk(size))
 
     def sum_over_group(self, grad_hidden: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Engines: how a model is built, sharded, run and stepped. Which one follows from the type of its options."""
 
+import sys
 from typing import TYPE_CHECKING
 
 from flathead.config import EngineConfig, FSDPEngineConfig, McoreEngineConfig, OptimConfig
@@ -56,3 +57,9 @@ def check_layout(config: EngineConfig, world: int, key: str = "engine") -> None:
         from flathead.engines import megatron
 
         megatron.check_layout(config, world, key)
+
+
+def leave_groups() -> None:
+    """Before the default process group ends: a framework forgets the groups it made of it."""
+    if (megatron := sys.modules.get("megatron.core.parallel_state")) is not None:
+        megatron.destroy_model_parallel()

@@ -138,6 +138,11 @@ class Engine(ABC):
     def optimizer_step(self) -> dict[str, float]:
         """Clips the gradients by their norm over all ranks, steps, forgets them; returns `grad_norm` and `lr`."""
 
+    @property
+    def state_layout(self) -> str | None:
+        """The layout that alone can read a saved state; None: any can."""
+        return None
+
     @abstractmethod
     def train_mode(self, training: bool) -> None:
         """Dropout, activation checkpointing and the like on or off."""

@@ -176,6 +176,8 @@ class MegatronEngine(Engine):
                 micro_batch_size=1,
                 forward_only=not training,
             )
+            if self._pp_size > 1:
+                self.model.set_input_tensor([None])  # else the stage before's last hidden states stay
             results = self._over_stages(results)
             return [self._over_context(r, s, p) for r, s, p in zip(results, steps, packs, strict=True)]
 
@@ -293,14 +295,18 @@ class MegatronEngine(Engine):
             for name, tensor in self._export(self._bridge, self.model, self.saved_form.config):
                 yield name, tensor.float()
 
-    def _own_key(self) -> str:
-        """Names this rank's part of the model among all parts of all layouts."""
-        config, world = self.config, dist.get_world_size()
-        layout = (
-            f"tp{config.tensor_model_parallel_size}-pp{config.pipeline_model_parallel_size}-"
-            f"cp{config.context_parallel_size}-{'distributed' if config.use_distributed_optimizer else 'replicated'}"
+    @property
+    def state_layout(self) -> str:
+        config = self.config
+        return (
+            f"megatron: {dist.get_world_size()} processes, tensor {config.tensor_model_parallel_size}, pipeline "
+            f"{config.pipeline_model_parallel_size}, context {config.context_parallel_size}, "
+            f"use_distributed_optimizer {config.use_distributed_optimizer}, {config.dtype}"
         )
-        return f"megatron-{layout}-{config.dtype}-rank{dist.get_rank()}of{world}"
+
+    def _own_key(self) -> str:
+        """Names this rank's part of the state."""
+        return f"rank{dist.get_rank()}"
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """torch's optimizers inside Megatron's, on this rank's masters or shards of them."""

@@ -49,14 +49,23 @@ _depth = 0
 
 @contextmanager
 def on_this_device() -> Iterator[None]:
-    """Inside, Megatron's CUDA calls reach the device there is. May be opened again inside itself."""
+    """Inside, Megatron's CUDA calls reach the device there is. May be opened again inside itself.
+
+    Warnings of what Megatron itself still does, such as calling old names of torch, tell a user nothing.
+    """
     global _depth
-    if torch.cuda.is_available() or _depth:
+    if _depth:
         yield
         return
     _depth += 1
     try:
         with ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+            warnings.filterwarnings("ignore", ".*(CUDA_DEVICE_MAX_CONNECTIONS|full scope is deprecated)", UserWarning)
+            if torch.cuda.is_available():
+                yield
+                return
             stack.enter_context(patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")))
             for name in ("synchronize", "empty_cache"):
                 stack.enter_context(patch.object(torch.cuda, name, lambda *_, **__: None))
