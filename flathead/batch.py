@@ -37,6 +37,7 @@ class PackedBatch:
     advantages_N: Tensor | None = None  # fp32
     old_log_prob_N: Tensor | None = None  # fp32
     ref_log_prob_N: Tensor | None = None  # fp32
+    temperature_N: Tensor | None = None  # fp32; where sequences were sampled at different temperatures
 
     def __post_init__(self) -> None:
         ends = self.cu_seqlens

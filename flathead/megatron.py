@@ -10,6 +10,7 @@ number a rank tells where each shard begins, so that shards may be uneven; `shar
 """
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -74,8 +75,9 @@ def _group() -> dist.ProcessGroup:
     import_megatron("megatron.core.parallel_state")
     from megatron.core import parallel_state
 
+    mpu: Any = parallel_state  # which types groups as `ProcessGroup | int`
     try:
-        return parallel_state.get_tensor_model_parallel_group()
+        return mpu.get_tensor_model_parallel_group()
     except AssertionError as error:
         raise ValueError(
             "flathead.megatron: expected Megatron's process groups, got none; call "

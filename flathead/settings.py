@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flathead import config as schema
+from flathead.config_checks import check, check_given
 
 _STORE = ConfigStore.instance()
 _STORE.store(name="schema", node=schema.TrainConfig)
@@ -82,8 +83,8 @@ def resolve(composed: DictConfig, overrides: Iterable[str] = ()) -> schema.Train
         config = cast(schema.TrainConfig, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         raise ValueError(_one_line(error)) from error
-    schema.check(config)
-    schema.check_given(config, {override.lstrip("+~").partition("=")[0] for override in overrides})
+    check(config)
+    check_given(config, {override.lstrip("+~").partition("=")[0] for override in overrides})
     return config
 
 

@@ -147,7 +147,7 @@ def test_sizes_that_do_not_divide_are_shown() -> None:
         engine(tiny("llama"), tensor_parallel_size=2)
     with pytest.raises(ValueError, match=r"fsdp_size 3 does not divide the 4 data-parallel ranks \(8 processes"):
         check_layout(FSDPEngineConfig(fsdp_size=3, tensor_parallel_size=2), 8)
-    with pytest.raises(ValueError, match=r"tp\(3\) does not divide num_attention_heads 4; .* one of 1, 2"):
+    with pytest.raises(ValueError, match=r"tp\(3\) does not divide vocab_size 512; .* one of 1, 2"):
         check_tensor_parallel(tiny("llama"), 3)
     with pytest.raises(ValueError, match=r"tp\(2\) does not divide vocab_size 511"):
         check_tensor_parallel(tiny("llama", vocab_size=511), 2)

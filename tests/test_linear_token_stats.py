@@ -345,3 +345,64 @@ def test_fp16_holds_logits_past_its_range_and_small_gradients() -> None:
     torch.testing.assert_close(stats.entropy.double(), truth.entropy, rtol=1e-5, atol=1e-5)
     for grad, true in zip(grads, true_grads, strict=True):
         torch.testing.assert_close(grad.double(), true, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4], ids=["one tile of tokens", "several"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_main_grad_takes_the_weights_gradient_on_top_of_what_it_holds(
+    dtype: torch.dtype, chunk_size: int | None
+) -> None:
+    hidden, weight, bias, labels = tensors(21, (3, 7), 8, 33, dtype, bias=True)
+    leaves = [leaf.requires_grad_() for leaf in (hidden, weight, bias)]
+    mask = torch.arange(21).view(3, 7) % 4 != 0
+    arguments: dict[str, Any] = {"bias": bias, "mask": mask, "vocab_size": 30, "chunk_size": chunk_size}
+    labels = labels % 30
+
+    def gradients(**more: Any) -> tuple[Tensor | None, ...]:
+        stats = flathead.linear_token_stats(hidden, weight, labels, **arguments, **more)
+        return torch.autograd.grad((stats.log_prob + stats.entropy).sum(), leaves, allow_unused=True)
+
+    acc = torch.promote_types(dtype, torch.float32)
+    main_grad = torch.full(weight.shape, 0.5, dtype=acc)
+    expected, got = gradients(), gradients(main_grad=main_grad)
+    assert got[1] is None and torch.equal(got[0], expected[0]) and torch.equal(got[2], expected[2])
+    assert torch.equal(main_grad[30:], torch.full((3, 8), 0.5, dtype=acc))  # padding has no gradient
+    truth = linear_reference(
+        hidden, weight, bias, labels, {"log_prob": torch.ones(3, 7), "entropy": torch.ones(3, 7)}, exact=True,
+        vocab_size=30, mask=mask,
+    )[1][1]  # fmt: skip
+    tolerance = {torch.bfloat16: 3e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    torch.testing.assert_close((main_grad - 0.5).double(), truth, rtol=tolerance, atol=tolerance)
+    before = main_grad.clone()
+    gradients(main_grad=main_grad)
+    torch.testing.assert_close(main_grad - before, before - 0.5, rtol=1e-3, atol=1e-5)
+
+
+def test_main_grad_in_fp32_keeps_what_bf16_would_lose() -> None:
+    """A thousand small gradients on top of a large one: in bf16 they would vanish one by one."""
+    hidden, weight, _, labels = tensors(22, (5,), 8, 33, torch.bfloat16, bias=False)
+    weight.requires_grad_()
+    main_grad = torch.full(weight.shape, 100.0)
+    stats = flathead.linear_token_stats(hidden, weight, labels, main_grad=main_grad)
+    for _ in range(100):
+        (1e-3 * stats.log_prob.sum()).backward(retain_graph=True)
+    assert weight.grad is None
+    (once,) = torch.autograd.grad(flathead.linear_token_stats(hidden, weight, labels).log_prob.sum(), weight)
+    torch.testing.assert_close(main_grad - 100, 0.1 * once.float(), rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: torch.zeros(33, 7), r"main_grad\.shape: expected \(33, 8\), got \(33, 7\)"),
+        (lambda w: torch.zeros(33, 8, dtype=torch.int64), r"main_grad\.dtype"),
+        (lambda w: torch.zeros(33, 8, requires_grad=True), "main_grad: expected a buffer without gradient"),
+        (lambda w: torch.zeros(33, 8, device="meta"), "main_grad"),
+        (lambda w: w.requires_grad_(False) * 0, "main_grad: expected a buffer without gradient, and a weight"),
+    ],
+)
+def test_bad_main_grads_are_refused(change: Any, message: str) -> None:
+    hidden, weight, _, labels = tensors(23, (5,), 8, 33, torch.float32, bias=False)
+    weight.requires_grad_()
+    with pytest.raises(ValueError, match=message):
+        flathead.linear_token_stats(hidden, weight, labels, main_grad=change(weight))

@@ -49,7 +49,7 @@ class MicroStep:
                 self.batch.labels_N,
                 bias=bias,
                 mask=self.batch.response_mask_N,
-                temperature=self.temperature,
+                temperature=self._temperature(),
                 stats=self.stats,
                 chunk_size=self._chunk_size(None),
                 memory_budget=self.config.stats_memory_budget,
@@ -63,7 +63,7 @@ class MicroStep:
             token_stats(
                 logits_NV,
                 self.batch.labels_N.masked_fill(~self.batch.response_mask_N, IGNORED),
-                temperature=self.temperature,
+                temperature=self._temperature(),
                 stats=self.stats,
                 chunk_size=self._chunk_size(max(len(logits_NV), 1)),
                 inplace_backward=self.loss_fn is not None,
@@ -75,6 +75,16 @@ class MicroStep:
         if self.config.entropy_from_logits_with_chunking:
             return self.config.entropy_from_logits_chunk_size
         return without_chunking
+
+    def _temperature(self) -> float | Tensor:
+        """The batch's own for each entry, or one for all."""
+        if self.batch.temperature_N is None:
+            return self.temperature
+        if self.temperature != 1.0:
+            raise ValueError(
+                f"temperature: has no effect with the batch's own temperature_N, got {self.temperature}; leave one out"
+            )
+        return self.batch.temperature_N
 
     def of_rows(self, rows: Tensor) -> "MicroStep":
         """The step of only those rows of its batch, for a rank that has hidden states of no other.

@@ -22,7 +22,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from flathead.config import FSDPEngineConfig, OptimConfig, check_engine, lr_factor
+from flathead.config import FSDPEngineConfig, OptimConfig, lr_factor
+from flathead.config_checks import check_engine
 from flathead.engines.base import Engine, MicroStep, SavedForm
 from flathead.engines.packed_attention import use_packed_attention, without_mask
 from flathead.engines.tensor_parallel import check_tensor_parallel, shard_over_tp

@@ -8,16 +8,17 @@ lm_head=logits: the classic way, from vocabulary-parallel logits.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flathead.batch import PackedBatch
-from flathead.config import McoreEngineConfig, OptimConfig, check_engine, lr_factor
+from flathead.config import McoreEngineConfig, OptimConfig, lr_factor
+from flathead.config_checks import check_engine
 from flathead.engines.base import Engine, MicroStep, SavedForm
 from flathead.engines.megatron_cpu import import_megatron, on_this_device
+from flathead.engines.megatron_pack import Pack
 from flathead.lm_head import HuggingFaceModel
 from flathead.vocab_shard import VocabShard
 
@@ -52,7 +53,7 @@ class MegatronEngine(Engine):
             for tensor in weights.values():
                 dist.broadcast(tensor, src=0)
             self._bridge = megatron_model.bridge_of(model.config, self._dtype, self.tp_size, **self._overrides())
-            self.model = megatron_model.build(self._bridge, weights).to(self.device)
+            self.model: Any = megatron_model.build(self._bridge, weights).to(self.device)
             self._export = megatron_model.exported
             self.model.config.finalize_model_grads_func = _finalize
             self._head = self.model.output_layer.forward if self._is_last_stage else None
@@ -67,13 +68,14 @@ class MegatronEngine(Engine):
 
     def _join_groups(self) -> None:
         """Megatron's process groups: made by the first engine, shared by the following ones."""
-        from megatron.core import parallel_state as mpu
+        from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
+        from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
+        mpu: Any = parallel_state  # which types groups as `ProcessGroup | int`
         if not dist.is_initialized():
-            dist.init_process_group(
-                "nccl" if self.device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-            )
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         config = self.config
         wanted = (
             config.tensor_model_parallel_size,
@@ -186,7 +188,7 @@ class MegatronEngine(Engine):
         """The tokens of a micro-batch on a rank are padded to a multiple of this."""
         return self.tp_size if self._sequence_parallel else 1
 
-    def _forward_step(self, micro_batches: Iterator[tuple[MicroStep, "Pack"]], chunk: Any) -> tuple[Tensor, Any]:
+    def _forward_step(self, micro_batches: Iterator[tuple[MicroStep, Pack]], chunk: Any) -> tuple[Any, Any]:
         """What Megatron's schedule calls for each micro-batch on each stage."""
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -218,7 +220,7 @@ class MegatronEngine(Engine):
         return output, loss_func
 
     @contextmanager
-    def _head_of(self, step: MicroStep, pack: "Pack", results: dict[str, Tensor]) -> Iterator[None]:
+    def _head_of(self, step: MicroStep, pack: Pack, results: dict[str, Tensor]) -> Iterator[None]:
         """In this micro-batch's forward the last stage's output layer computes the statistics, into `results`."""
         if not self._is_last_stage:
             yield
@@ -226,8 +228,8 @@ class MegatronEngine(Engine):
         layer, own = self.model.output_layer, pack.own(step)
 
         def head(hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
-            weight = layer.weight if weight is None else weight
-            shard = None
+            weight, shard = layer.weight if weight is None else weight, None
+            assert weight is not None and self._head is not None
             if self.tp_size > 1:
                 shard = VocabShard.from_group(self.tp_group, len(weight), self._vocab_size)
             if self.config.lm_head == "fused":
@@ -261,7 +263,7 @@ class MegatronEngine(Engine):
         dist.broadcast_object_list(held, src=self._last_stage, group=self._pp_group)
         return [{n: v.to(self.device) for n, v in result.items()} for result in held[0]]
 
-    def _over_context(self, result: dict[str, Tensor], step: MicroStep, pack: "Pack") -> dict[str, Tensor]:
+    def _over_context(self, result: dict[str, Tensor], step: MicroStep, pack: Pack) -> dict[str, Tensor]:
         """Sums over context-parallel ranks; statistics (own rows) -> (N)."""
         if step.loss_fn is None:
             rows, total = pack.rows, len(step.batch.input_ids_N)
@@ -334,60 +336,6 @@ class MegatronEngine(Engine):
                 if mine[name] is not tensor:
                     mine[name].copy_(tensor)
         self._steps_done = state["steps_done"]
-
-
-class Pack(NamedTuple):
-    """Which tokens of a packed batch this rank computes, with what padding.
-
-    source_L: for each local token its row of the batch, -1 for padding. ends: of the whole padded sequences.
-    """
-
-    source_L: Tensor
-    ends: tuple[int, ...]
-
-    @classmethod
-    def of(cls, batch: PackedBatch, multiple: int, cp: int, cp_rank: int) -> "Pack":
-        """Every sequence is padded to 2 cp pieces of equal length, and the local tokens to a multiple of `multiple`
-        by a sequence of nothing but padding at the end."""
-        from flathead.engines.megatron_model import positions_of
-
-        unit = 2 * cp if cp > 1 else 1
-        sources, ends = [], [0]
-        for start, stop in pairwise(batch.cu_seqlens):
-            padded = -(-(stop - start) // unit) * unit
-            rows = torch.cat([torch.arange(start, stop), torch.full((padded - stop + start,), -1)])
-            sources.append(rows[positions_of(padded, cp, cp_rank)])
-            ends.append(ends[-1] + padded)
-        missing = -sum(map(len, sources)) % multiple
-        while missing % (unit // cp):  # the last sequence has whole pieces, too
-            missing += multiple
-        if missing:
-            sources.append(torch.full((missing,), -1))
-            ends.append(ends[-1] + missing * cp)
-        return cls(torch.cat(sources), tuple(ends))
-
-    @property
-    def rows(self) -> Tensor:
-        """The batch's rows this rank has, in the order of its tokens."""
-        return self.source_L[self.source_L >= 0]
-
-    def local(self, values_N: Tensor) -> Tensor:
-        """(N) -> (L), 0 where padding is."""
-        source = self.source_L.to(values_N.device)
-        return values_N[source.clamp(min=0)] * (source >= 0)
-
-    def kept(self, values_L: Tensor) -> Tensor:
-        """(L, ...) -> the entries that are no padding; one that is when there is no other."""
-        count = len(self.rows)
-        if bool((self.source_L[:count] >= 0).all()):
-            return values_L[: max(count, 1)]
-        return values_L[(self.source_L >= 0).to(values_L.device)]
-
-    def own(self, step: MicroStep) -> MicroStep:
-        """The step of only this rank's rows."""
-        if len(self.rows) == len(step.batch.input_ids_N):
-            return step
-        return step.of_rows(self.rows)
 
 
 def _finalize(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:

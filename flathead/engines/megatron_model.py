@@ -27,6 +27,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from flathead.engines.megatron_pack import positions_of
+
 FAMILIES = ("llama", "qwen2", "qwen3")
 
 
@@ -87,15 +89,6 @@ class PackedAttention(nn.Module):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return out[0].transpose(0, 1)
-
-
-def positions_of(tokens: int, cp: int, rank: int, device: torch.device | str = "cpu") -> Tensor:
-    """Which of a sequence's `tokens` (a multiple of 2 cp) a context-parallel rank holds: the pieces `rank` and
-    `2 cp - 1 - rank` of 2 cp, so that every rank has as much attention to compute (Megatron's layout)."""
-    if cp == 1:
-        return torch.arange(tokens, device=device)
-    pieces = torch.arange(tokens, device=device).view(2 * cp, -1)
-    return torch.cat([pieces[rank], pieces[2 * cp - 1 - rank]])
 
 
 def _in_order(states: Tensor) -> Tensor:
@@ -165,14 +158,14 @@ def bridge_of(hf_config: Any, dtype: torch.dtype, tp: int, **overrides: Any) -> 
 
         def _get_gptmodel_args(self) -> dict[str, Any]:
             return {
-                "vocab_size": self.hf_config.vocab_size,
-                "max_sequence_length": self.hf_config.max_position_embeddings,
+                "vocab_size": hf_config.vocab_size,
+                "max_sequence_length": hf_config.max_position_embeddings,
                 "position_embedding_type": "rope",
-                "rotary_base": self.hf_config.rope_theta,
+                "rotary_base": hf_config.rope_theta,
             }
 
         def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-            layer = get_gpt_layer_local_spec(qk_layernorm=self.config.qk_layernorm, normalization="RMSNorm")
+            layer: Any = get_gpt_layer_local_spec(qk_layernorm=self.config.qk_layernorm, normalization="RMSNorm")
             attention = layer.submodules.self_attention.submodules
             attention.core_attention = PackedAttention
             if self.config.qk_layernorm:
@@ -225,18 +218,17 @@ def with_padded_heads(weights: dict[str, Tensor], config: Any) -> dict[str, Tens
     return {name: padded(name, tensor) for name, tensor in weights.items()}
 
 
-def build(bridge: Bridge, weights: dict[str, Tensor] | None) -> GPTModel:
+def build(bridge: Any, weights: dict[str, Tensor]) -> GPTModel:
     """This rank's part of the model, filled from `weights` under their Hugging Face names. All ranks take part;
     the weights of each tensor-parallel group's first rank count."""
     provider = bridge._model_provider([])
     model = provider(pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage())
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    if weights is not None:
-        padded = with_padded_heads(weights, bridge.hf_config)
-        bridge._get_safetensor_io = lambda path: _InMemory(padded)
-        with torch.no_grad():
-            bridge.load_weights([model], "")
+    padded = with_padded_heads(weights, bridge.hf_config)
+    bridge._get_safetensor_io = lambda path: _InMemory(padded)
+    with torch.no_grad():
+        bridge.load_weights([model], "")
     return model
 
 

@@ -18,7 +18,17 @@ from flathead.batch import PackedBatch
 from flathead.engines import base
 from flathead.engines.base import Engine
 from tests.engine_contract.engines import ENGINES, Row
-from tests.engine_contract.reference import OPTIM, STATS, STEPS, TEMPERATURE, ModelCase, loss_fn, truth, whole_batch
+from tests.engine_contract.reference import (
+    OPTIM,
+    STATS,
+    STEPS,
+    TEMPERATURE,
+    ModelCase,
+    loss_fn,
+    naive_stats,
+    truth,
+    whole_batch,
+)
 from tests.support.memory import TensorMemory
 
 MODELS = [ModelCase(family, tied) for family in ("qwen3", "llama") for tied in (True, False)]
@@ -141,6 +151,53 @@ def all_ranks_start_from_the_first_ones_weights(row: Row) -> None:
     assert_same_weights(dict(engine.full_weights()), {n: w.detach() for n, w in expected.items()}, tolerance=0.0)
 
 
+def every_sample_has_its_own_temperature(row: Row) -> None:
+    whole = whole_batch()
+    spread = torch.linspace(0.5, 2.0, len(whole.lengths)).repeat_interleave(torch.tensor(whole.lengths))
+    whole = whole.replace(temperature_N=spread)
+    with torch.no_grad():
+        expected = naive_stats(ONE.model(), whole)
+    for path in ("fused", "logits-chunked"):
+        engine = row.make(ONE.model(), OPTIM, **PATHS[path], max_token_len_per_gpu=25)
+        mine = whole.select(my_sequences(engine))
+        stats, rows = engine.token_stats(mine, STATS), whole.rows_of(my_sequences(engine))
+        for name in STATS:
+            torch.testing.assert_close(getattr(stats, name), getattr(expected, name)[rows], rtol=1e-5, atol=1e-5)
+        try:
+            engine.token_stats(mine, temperature=0.5)
+        except ValueError as error:
+            assert "temperature: has no effect with the batch's own temperature_N" in str(error)
+        else:
+            raise AssertionError("two temperatures were accepted")
+
+
+def a_fused_head_makes_no_logits(row: Row) -> None:
+    """Nor anything as large: in statistics and in a training step no tensor of this rank's tokens x vocabulary is made.
+    With lm_head=logits, the control, there is one."""
+    tokens = [3 + i % 500 for i in range(60)]
+    batch = PackedBatch.from_sequences([tokens[:20]] * 10, [tokens[20:]] * 10)
+    entries = len(batch.input_ids_N)
+    batch = batch.replace(advantages_N=torch.ones(entries), old_log_prob_N=torch.full((entries,), -6.0))
+    for lm_head in ("fused", "logits"):
+        budget = {"stats_memory_budget": 100_000} if lm_head == "fused" else {}
+        engine = row.make(ONE.model(), OPTIM, lm_head=lm_head, **budget)
+        engine.token_stats(batch)  # FSDP2 sets itself up in the first forward
+        logits_bytes = 4 * entries * 512 // (engine.tp_size * getattr(engine, "cp_size", 1))
+        with TensorMemory() as memory:
+            engine.token_stats(batch)
+            engine.train_step(batch, loss_fn, STATS)
+        largest = _most_over_ranks(memory.largest)  # the head is on a pipeline's last stage alone
+        assert (largest < 0.9 * logits_bytes) is (lm_head == "fused"), f"{lm_head}: {largest} of {logits_bytes} bytes"
+
+
+def _most_over_ranks(value: int) -> int:
+    if not dist.is_initialized():
+        return value
+    most = torch.tensor(value)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
+
+
 def options_arrive_at_the_statistics(row: Row) -> None:
     """The chunk size, the budget and the temperature, as configured, at every call of the library."""
     chunking = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5}
@@ -151,7 +208,12 @@ def options_arrive_at_the_statistics(row: Row) -> None:
             with patch.object(base, name, wraps=getattr(base, name)) as call:
                 engine.token_stats(my_batch(engine), temperature=0.7)
                 steps(engine, 1)
-            assert {c.kwargs["temperature"] for c in call.call_args_list} == {0.7, TEMPERATURE}
+            calls = [None] * (dist.get_world_size() if dist.is_initialized() else 1)
+            if dist.is_initialized():
+                dist.all_gather_object(calls, len(call.call_args_list))
+            assert call.call_args_list or any(calls)  # a pipeline's head is on its last stage alone
+            if call.call_args_list:
+                assert {c.kwargs["temperature"] for c in call.call_args_list} == {0.7, TEMPERATURE}
             for c in call.call_args_list:
                 whole = None if lm_head == "fused" else len(c.args[0])
                 assert c.kwargs["chunk_size"] == (5 if options is chunking else whole)
@@ -193,6 +255,8 @@ def contract(family: str, world: int) -> dict[str, Callable[[int, int], None]]:
             a_saved_state_continues_as_if_never_interrupted,
             exported_weights_are_whole_and_loadable,
             all_ranks_start_from_the_first_ones_weights,
+            every_sample_has_its_own_temperature,
+            a_fused_head_makes_no_logits,
             options_arrive_at_the_statistics,
         ):
             found[f"{row.name} {function.__name__}"] = partial(function, row)

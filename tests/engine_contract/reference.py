@@ -72,7 +72,8 @@ def naive_stats(model: PreTrainedModel, batch: PackedBatch) -> TokenStats:
     """(N), sequence by sequence, with the logits in full; 0 outside the response."""
     rows: list[Tensor] = []
     for start, stop in zip(batch.cu_seqlens, batch.cu_seqlens[1:], strict=False):
-        logits = model(batch.input_ids_N[None, start:stop], use_cache=False).logits[0].double() / TEMPERATURE
+        temperature = TEMPERATURE if batch.temperature_N is None else batch.temperature_N[start:stop, None].double()
+        logits = model(batch.input_ids_N[None, start:stop], use_cache=False).logits[0].double() / temperature
         log_p = torch.log_softmax(logits, -1)
         label = batch.labels_N[start:stop].clamp(min=0)[:, None]
         rows.append(
