@@ -1,6 +1,5 @@
 """The command line: `flathead train | report | bench`. A user's mistake is one line and exit code 2, no traceback."""
 
-import os
 import sys
 
 _HELP = """flathead: the flat-memory LM head for RL post-training
@@ -69,7 +68,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    os.environ.setdefault("TQDM_DISABLE", "1")  # transformers' bars over a GGUF would fill a log with their frames
     from omegaconf import OmegaConf
 
     from flathead.settings import compose, resolve

@@ -2,10 +2,13 @@
 
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -58,6 +61,12 @@ def _naming(place: str) -> Iterator[None]:
         ) from error
 
 
+def _no_bar_in_logs() -> AbstractContextManager[Any]:
+    """Where the output is no terminal, transformers' bar over a GGUF's tensors would write line after line."""
+    gguf: Any = import_module("transformers.modeling_gguf_pytorch_utils")
+    return patch.object(gguf, "tqdm", partial(gguf.tqdm, disable=None))
+
+
 def load_tokenizer(path: str | None) -> Any:
     """The tokenizer, with a padding token. Errors: as `locate`; ValueError without an end-of-text token."""
     from transformers import AutoTokenizer
@@ -77,7 +86,7 @@ def load_model(path: str | None) -> Any:
     from transformers import AutoModelForCausalLM
 
     place, options = locate(path)
-    with _naming(place):
+    with _naming(place), _no_bar_in_logs():
         model = AutoModelForCausalLM.from_pretrained(place, local_files_only=True, dtype=torch.float32, **options)
     if options:
         plain = new_model(model.config)
