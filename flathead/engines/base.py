@@ -78,13 +78,7 @@ class MicroStep:
 
     def _temperature(self) -> float | Tensor:
         """The batch's own for each entry, or one for all."""
-        if self.batch.temperature_N is None:
-            return self.temperature
-        if self.temperature != 1.0:
-            raise ValueError(
-                f"temperature: has no effect with the batch's own temperature_N, got {self.temperature}; leave one out"
-            )
-        return self.batch.temperature_N
+        return self.temperature if self.batch.temperature_N is None else self.batch.temperature_N
 
     def of_rows(self, rows: Tensor) -> "MicroStep":
         """The step of only those rows of its batch, for a rank that has hidden states of no other.
@@ -185,7 +179,11 @@ class Engine(ABC):
     def token_stats(
         self, batch: PackedBatch, stats: tuple[str, ...] = ("log_prob", "entropy"), *, temperature: float = 1.0
     ) -> TokenStats:
-        """The statistics (N) of the response entries in the batch's order, 0 elsewhere; keeps nothing for backward."""
+        """The statistics (N) of the response entries in the batch's order, 0 elsewhere; keeps nothing for backward.
+
+        temperature: of all samples; 1.0 where the batch has `temperature_N`, one for each entry.
+        """
+        _check_temperature(temperature, batch)
         self.train_mode(False)
         parts, micros = self._micro_batches(batch)
         with torch.no_grad():
@@ -210,6 +208,7 @@ class Engine(ABC):
         Returns that sum as `loss`, the means over all ranks of loss_fn's metrics, weighted by weight_N, and what
         `optimizer_step` returns. Neither the size of micro-batches nor the number of ranks changes any of it.
         """
+        _check_temperature(temperature, batch)
         self.train_mode(True)
         _, micros = self._micro_batches(batch)
         results = self.run(
@@ -258,3 +257,15 @@ class Engine(ABC):
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op, group=self.dp_group)
         return tensor.tolist()
+
+
+def _check_temperature(temperature: float, batch: PackedBatch) -> None:
+    """On every rank alike: only some of them compute statistics."""
+    if batch.temperature_N is not None and temperature != 1.0:
+        raise ValueError(
+            f"temperature: has no effect with the batch's own temperature_N, got {temperature}; leave one out"
+        )
+    given = torch.tensor([temperature]) if batch.temperature_N is None else batch.temperature_N
+    if not bool(((given > 0) & given.isfinite()).all()):
+        name = "temperature" if batch.temperature_N is None else "temperature_N"
+        raise ValueError(f"{name}: expected positive finite numbers, got {given[~((given > 0) & given.isfinite())][0]}")

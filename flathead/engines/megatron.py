@@ -56,11 +56,15 @@ class MegatronEngine(Engine):
             self.model: Any = megatron_model.build(self._bridge, weights).to(self.device)
             self._export = megatron_model.exported
             self.model.config.finalize_model_grads_func = _finalize
+            exact = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+            self.model.to(self._dtype)
+            self.model.config.params_dtype = self._dtype
             self._head = self.model.output_layer.forward if self._is_last_stage else None
             self.optimizer = None
             self._chunk: Any = self.model.requires_grad_(trained)
             if trained:
                 self._chunk, self.optimizer = self._training_parts()
+                self._set_masters(exact)
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -109,6 +113,7 @@ class MegatronEngine(Engine):
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
         return {
             "sequence_parallel": self._sequence_parallel,
+            "params_dtype": torch.float32,  # to be filled exactly; then cast
             "use_cpu_initialization": self.device.type == "cpu",
             "gradient_accumulation_fusion": False,
             "masked_softmax_fusion": False,
@@ -155,6 +160,19 @@ class MegatronEngine(Engine):
         for group in optimizer.param_groups:
             group["weight_decay"] = optim.weight_decay  # for every weight, as on the other engines
         return chunk, optimizer
+
+    def _set_masters(self, exact: dict[str, Tensor]) -> None:
+        """The fp32 masters begin at the weights as they came. Megatron begins at them rounded to bf16, from where a
+        small learning rate moves nothing that bf16 shows until the steps add up to half a spacing of its numbers."""
+        if self._dtype == torch.float32:
+            return
+        if self.config.use_distributed_optimizer:
+            for part in self._parts():
+                part.reload_model_params(state_dict=exact)
+            return
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.main_param.copy_(exact[name])
 
     def forward(self, step: MicroStep) -> dict[str, Tensor]:
         """One micro-batch through a model without pipeline stages."""
@@ -312,8 +330,10 @@ class MegatronEngine(Engine):
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """torch's optimizers inside Megatron's, on this rank's masters or shards of them."""
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        return [part.optimizer for part in parts if part.optimizer is not None]
+        return [part.optimizer for part in self._parts() if part.optimizer is not None]
+
+    def _parts(self) -> list[Any]:
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's tensors under its own key: they are read back by the same rank of the same layout."""

@@ -198,6 +198,17 @@ def _most_over_ranks(value: int) -> int:
     return int(most)
 
 
+def masters_begin_at_the_exact_weights(row: Row) -> None:
+    """Not at weights rounded to bf16, which small steps would not leave."""
+    engine = row.make(ONE.model(), OPTIM, dtype="bfloat16")
+    (tensors,) = (value for key, value in engine.state_dict().items() if key.startswith("rank"))
+    masters = torch.cat([tensor.flatten() for name, tensor in tensors.items() if name.endswith(".master")])
+    exact = torch.cat([weight.detach().flatten() for weight in ONE.model().parameters() if weight.ndim > 1])
+    assert masters.dtype == torch.float32 and masters.numel() > 1000
+    off_grid = (masters != masters.bfloat16().float()).float().mean()
+    assert off_grid > 0.9 and torch.isin(masters[:200], torch.cat([exact, torch.ones(1)])).all()
+
+
 def options_arrive_at_the_statistics(row: Row) -> None:
     """The chunk size, the budget and the temperature, as configured, at every call of the library."""
     chunking = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5}
@@ -260,4 +271,6 @@ def contract(family: str, world: int) -> dict[str, Callable[[int, int], None]]:
             options_arrive_at_the_statistics,
         ):
             found[f"{row.name} {function.__name__}"] = partial(function, row)
+        if family == "megatron":
+            found[f"{row.name} masters"] = partial(masters_begin_at_the_exact_weights, row)
     return {name: lambda rank, world, case=case: case() for name, case in found.items()}
