@@ -227,6 +227,7 @@ def build(bridge: Any, weights: dict[str, Tensor]) -> GPTModel:
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     padded = with_padded_heads(weights, bridge.hf_config)
     bridge._get_safetensor_io = lambda path: _InMemory(padded)
+    bridge.dtype = torch.float32  # it would round the weights to the computing dtype on their way
     with torch.no_grad():
         bridge.load_weights([model], "")
     return model
