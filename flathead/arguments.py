@@ -1,13 +1,13 @@
 """Bad input is refused here, before any work: every error names the argument, what was expected and what came."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flathead import kernels
 from flathead.vocab_math import STATS, Scaling, accumulate_dtype
-from flathead.vocab_shard import VocabShard
+from flathead.vocab_shard import VocabShard, is_dtensor
 
 
 class Options(NamedTuple):
@@ -40,11 +40,15 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and _SMALLEST <= value <= _LARGEST
 
 
-def check_options(options: Options) -> Options:
-    stats = options.stats
+def check_stats(stats: Any) -> None:
     require(isinstance(stats, tuple | list) and len(stats) > 0, "stats", f"one or more of {STATS}", repr(stats))
     for name in stats:
         require(name in STATS, "stats", f"names out of {STATS}", repr(name))
+
+
+def check_options(options: Options) -> Options:
+    stats = options.stats
+    check_stats(stats)
     for name in ("chunk_size", "memory_budget"):
         value = getattr(options, name)
         require(value is None or (_is_int(value) and value > 0), name, "a positive int or None", repr(value))
@@ -93,6 +97,7 @@ def check_labels(labels: Tensor | None, lead: torch.Size, like: Tensor, options:
     require(isinstance(labels, Tensor), "labels", "an int64 tensor", type(labels).__name__)
     require(labels.dtype == torch.int64, "labels.dtype", "torch.int64", labels.dtype)
     check_dense("labels", labels)
+    check_plain("labels", labels)
     require(labels.shape == lead, "labels.shape", f"{tuple(lead)}, the leading shape", tuple(labels.shape))
     require(labels.device == like.device, "labels.device", like.device, labels.device)
 
@@ -117,6 +122,7 @@ def check_mask(mask: Tensor | None, lead: torch.Size, like: Tensor) -> None:
     require(isinstance(mask, Tensor), "mask", "a bool tensor", type(mask).__name__)
     require(mask.dtype == torch.bool, "mask.dtype", "torch.bool", mask.dtype)
     check_dense("mask", mask)
+    check_plain("mask", mask)
     require(mask.shape == lead, "mask.shape", f"{tuple(lead)}, the leading shape", tuple(mask.shape))
     require(mask.device == like.device, "mask.device", like.device, mask.device)
 
@@ -166,6 +172,8 @@ def check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
     if main_grad is None:
         return
     check_floating("main_grad", main_grad)
+    check_plain("main_grad", main_grad)
+    require(not main_grad.is_inference(), "main_grad", "a tensor made outside torch.inference_mode", "one made inside")
     require(main_grad.shape == weight.shape, "main_grad.shape", f"{tuple(weight.shape)}", tuple(main_grad.shape))
     require(main_grad.device == weight.device, "main_grad.device", weight.device, main_grad.device)
     require(
@@ -176,19 +184,35 @@ def check_main_grad(main_grad: Tensor | None, weight: Tensor) -> None:
     )
 
 
-def scaling_of(temperature: float | Tensor, lead: torch.Size, like: Tensor, options: Options) -> Scaling:
-    """The way from logits to x; a temperature tensor is broadcast to `lead`, in the accumulation dtype."""
-    scale = 1.0 if options.softcap is not None else float(options.logit_scale)
-    inner = float(options.logit_scale) if options.softcap is not None else 1.0
-    cap = None if options.softcap is None else float(options.softcap)
+def check_temperature(temperature: object) -> None:
+    """What can be said of a temperature alone; its shape and a tensor's values are checked by `scaling_of`."""
     if not isinstance(temperature, Tensor):
         require(_is_positive(temperature), "temperature", "a positive finite number or tensor", repr(temperature))
-        return Scaling(scale / float(temperature), cap, inner)
+        return
+    check_plain("temperature", temperature)
     real = not (temperature.is_complex() or temperature.dtype == torch.bool)
     require(real, "temperature.dtype", "a floating or integer dtype", temperature.dtype)
     require(
         not temperature.requires_grad, "temperature", "a tensor without gradient; call .detach()", "requires_grad=True"
     )
+
+
+def check_plain(name: str, tensor: Tensor) -> None:
+    require(not is_dtensor(tensor), name, "a DTensor only beside DTensor logits or weight", "one; pass .to_local()")
+
+
+def scaling_of(temperature: float | Tensor, lead: torch.Size, like: Tensor, options: Options) -> Scaling:
+    """The way from logits to x; a temperature tensor is broadcast to `lead`, in the accumulation dtype."""
+    scale = 1.0 if options.softcap is not None else float(options.logit_scale)
+    inner = float(options.logit_scale) if options.softcap is not None else 1.0
+    cap = None if options.softcap is None else float(options.softcap)
+    check_temperature(temperature)
+    if cap is not None:
+        require(_is_positive(inner / cap), "softcap", "logit_scale / softcap that fp32 holds", f"{inner} / {cap}")
+    if not isinstance(temperature, Tensor):
+        beta = scale / float(temperature)
+        require(_is_positive(beta), "temperature", "logit_scale / temperature that fp32 holds", f"{beta}")
+        return Scaling(beta, cap, inner)
     require(
         temperature.device == like.device or temperature.ndim == 0,
         "temperature.device",
@@ -204,4 +228,7 @@ def scaling_of(temperature: float | Tensor, lead: torch.Size, like: Tensor, opti
     if not values.is_meta and values.numel():
         fine = (values >= _SMALLEST) & (values <= _LARGEST)
         require(bool(fine.all()), "temperature", "positive finite values", values[~fine][:1].tolist())
+        fine = (scale / values >= _SMALLEST) & (scale / values <= _LARGEST)
+        got = f"{scale} / {values[~fine][:1].tolist()}"
+        require(bool(fine.all()), "temperature", "logit_scale / temperature that fp32 holds", got)
     return Scaling(scale / values, cap, inner)

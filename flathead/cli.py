@@ -28,9 +28,11 @@ ALIASES = {
 
 def expand_alias(override: str) -> str:
     """`model.path=x` -> `actor_rollout_ref.model.path=x`; a leading + or ~ stays."""
-    sign = override[:1] if override[:1] in "+~" else ""
-    rest = override[len(sign) :]
+    rest = override.lstrip("+~")
+    sign = override[: len(override) - len(rest)]
     for short, long in ALIASES.items():
+        if short.endswith(".") and rest.startswith(f"{short[:-1]}="):
+            return sign + long[:-1] + rest[len(short) - 1 :]
         if rest.startswith(short) and (short.endswith(".") or rest[len(short) :][:1] in ("=", "")):
             return sign + long + rest[len(short) :]
     return override

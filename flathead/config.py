@@ -235,7 +235,7 @@ def engines_of(config: "TrainConfig") -> dict[str, EngineConfig]:
 
 @dataclass
 class RolloutConfig:
-    """n: samples of each prompt. top_k 0 and top_p 1: the whole vocabulary. max_num_seqs: generated at once."""
+    """n: samples of each prompt. top_k 0 or -1 and top_p 1: the whole vocabulary. max_num_seqs: generated at once."""
 
     n: int = 8
     temperature: float = 1.0

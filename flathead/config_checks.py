@@ -120,9 +120,9 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
     for name in ("clip_ratio_low", "clip_ratio_high"):
         if (value := getattr(actor, name)) is not None:
             _at_least(f"{key}.{name}", value, 0)
-    low = actor.clip_ratio if actor.clip_ratio_low is None else actor.clip_ratio_low
-    if low > 1:
-        raise ValueError(f"{key}.clip_ratio_low: expected at most 1, since a ratio is positive, got {low}")
+    name = "clip_ratio" if actor.clip_ratio_low is None else "clip_ratio_low"
+    if getattr(actor, name) > 1:
+        raise ValueError(f"{key}.{name}: expected at most 1, since a ratio is positive, got {getattr(actor, name)}")
     if actor.clip_ratio_c is not None and not (1 < actor.clip_ratio_c < math.inf):
         raise ValueError(
             f"{key}.clip_ratio_c: expected more than 1, or null for no dual clip, got {actor.clip_ratio_c}"
@@ -131,12 +131,16 @@ def _check_actor(actor: ActorConfig, data: DataConfig) -> None:
         raise ValueError(f"{key}.clip_ratio_c: expected null with loss_mode={actor.policy_loss.loss_mode}")
 
 
-def check(config: TrainConfig) -> None:
-    """Raises ValueError for a value that makes no sense, alone or with the others."""
+def check(config: TrainConfig, given: set[str]) -> None:
+    """Raises ValueError for a value that makes no sense, alone or with the others, and for one that nothing reads.
+
+    given: the full keys that were set by hand. What the reference inherits and has no use for is removed.
+    """
     arr, data, trainer = config.actor_rollout_ref, config.data, config.trainer
     for name, least in (("steps", 1), ("save_freq", 1), ("test_freq", 0), ("max_ckpt_to_keep", 1)):
         _at_least(f"trainer.{name}", getattr(trainer, name), least)
     _check_strategies(arr)
+    _drop_inherited(config, given)
     for key, engine in engines_of(config).items():
         check_engine(key, engine)
     _check_chunking(arr.actor, engines_of(config))
@@ -144,7 +148,7 @@ def check(config: TrainConfig) -> None:
     for name in ("n", "max_num_seqs"):
         _at_least(f"actor_rollout_ref.rollout.{name}", getattr(arr.rollout, name), 1)
     _above_zero("actor_rollout_ref.rollout.temperature", arr.rollout.temperature)
-    _at_least("actor_rollout_ref.rollout.top_k", arr.rollout.top_k, 0)
+    _at_least("actor_rollout_ref.rollout.top_k", arr.rollout.top_k, -1)
     if not 0 < arr.rollout.top_p <= 1:
         raise ValueError(f"actor_rollout_ref.rollout.top_p: expected a number in (0, 1], got {arr.rollout.top_p}")
     _one_of("actor_rollout_ref.rollout.dtype", arr.rollout.dtype, ("bfloat16", "float16", "float32"))
@@ -159,11 +163,11 @@ def check(config: TrainConfig) -> None:
     if data.task_config is not None and not isinstance(data.task_config, dict):
         raise ValueError(f"data.task_config: expected {{name: value, ...}} or null, got {data.task_config!r}")
     _at_most("data.val_size", data.val_size, 100_000)
-    limits = {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": arr.actor.ppo_max_token_len_per_gpu}
-    limits |= {f"{key}.max_token_len_per_gpu": e.max_token_len_per_gpu for key, e in engines_of(config).items()}
-    longest = data.max_prompt_length + data.max_response_length
-    for name, limit in limits.items():
-        if longest > limit:
+    longest, whole = data.max_prompt_length + data.max_response_length, arr.actor.ppo_max_token_len_per_gpu
+    for key, engine in engines_of(config).items():
+        if longest > (limit := engine.max_token_len_per_gpu):
+            inherited = limit == whole
+            name = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu" if inherited else f"{key}.max_token_len_per_gpu"
             raise ValueError(
                 f"{name}: expected at least data.max_prompt_length + data.max_response_length = "
                 f"{longest}, the longest sequence, got {limit}"
@@ -174,29 +178,53 @@ def check(config: TrainConfig) -> None:
             "evaluate only before and after"
         )
     _one_of("trainer.resume", trainer.resume, ("auto", "never"))
+    _check_given(config, given)
 
 
-def check_given(config: TrainConfig, given: set[str]) -> None:
-    """Raises ValueError for a key set by hand whose value nothing will read. `given`: full keys."""
-    actor, engines = config.actor_rollout_ref.actor, engines_of(config)
-    whole, off = "actor_rollout_ref.actor.", "entropy_from_logits_with_chunking=false"
-    idle = {
-        f"{key}.entropy_from_logits_chunk_size": "" if engine.entropy_from_logits_with_chunking else off
-        for key, engine in engines.items()
-    }
-    idle |= {
-        f"{whole}entropy_from_logits_chunk_size": "" if not all(idle.values()) else off,
-        f"{whole}kl_loss_coef": "" if actor.use_kl_loss else "use_kl_loss=false",
-        f"{whole}kl_loss_type": "" if actor.use_kl_loss else "use_kl_loss=false",
-        "actor_rollout_ref.ref.": "" if actor.use_kl_loss else f"{whole}use_kl_loss=false",
-        f"{whole}clip_ratio": ""
-        if actor.clip_ratio_low is None or actor.clip_ratio_high is None
-        else "clip_ratio_low and clip_ratio_high set",
-        f"{whole}optim.total_training_steps": ""
-        if actor.optim.lr_scheduler_type == "cosine"
-        else f"lr_scheduler_type={actor.optim.lr_scheduler_type}",
-    }
+def _drop_inherited(config: TrainConfig, given: set[str]) -> None:
+    """The reference has the actor's memory budget, unless set itself; where it chunks or takes logits it needs none."""
+    engines = list(engines_of(config).items())
+    for key, engine in engines[1:]:
+        needless = engine.entropy_from_logits_with_chunking or engine.lm_head == "logits"
+        if needless and f"{key}.stats_memory_budget" not in given:
+            engine.stats_memory_budget = None
+
+
+def _check_given(config: TrainConfig, given: set[str]) -> None:
+    idle = {**_idle_switches(config), **_idle_loss_options(config)}
     for key in sorted(given):
         for idle_key, reason in idle.items():
-            if reason and (key.startswith(idle_key) if idle_key.endswith(".") else key == idle_key):
+            if key.startswith(idle_key) if idle_key.endswith(".") else key == idle_key:
                 raise ValueError(f"{key}: has no effect with {reason}; leave one of the two out")
+
+
+def _idle_switches(config: TrainConfig) -> dict[str, str]:
+    """Options of the statistics that no engine takes: key -> why."""
+    engines, arr = engines_of(config), config.actor_rollout_ref
+    off, own = "entropy_from_logits_with_chunking=false", "the engine's own"
+    idle = {}
+    for key, engine in engines.items():
+        if not engine.entropy_from_logits_with_chunking:
+            idle[f"{key}.entropy_from_logits_chunk_size"] = off
+    users = {"actor": list(engines.values()), "ref": list(engines.values())[1:]}
+    for name, part in (("actor", arr.actor), ("ref", arr.ref)):
+        key, chunked = f"actor_rollout_ref.{name}", [e for e in users[name] if e.entropy_from_logits_with_chunking]
+        if part.entropy_from_logits_with_chunking and not chunked:
+            idle[f"{key}.entropy_from_logits_with_chunking"] = f"{own} {off}"
+        if part.entropy_from_logits_chunk_size not in [e.entropy_from_logits_chunk_size for e in chunked]:
+            idle[f"{key}.entropy_from_logits_chunk_size"] = f"{own} entropy_from_logits_chunk_size" if chunked else off
+    if arr.actor.ppo_max_token_len_per_gpu not in [e.max_token_len_per_gpu for e in engines.values()]:
+        idle["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] = f"{own} max_token_len_per_gpu"
+    return idle
+
+
+def _idle_loss_options(config: TrainConfig) -> dict[str, str]:
+    actor, whole, idle = config.actor_rollout_ref.actor, "actor_rollout_ref.actor", {}
+    if not actor.use_kl_loss:
+        idle |= dict.fromkeys((f"{whole}.kl_loss_coef", f"{whole}.kl_loss_type"), "use_kl_loss=false")
+        idle["actor_rollout_ref.ref."] = f"{whole}.use_kl_loss=false"
+    if actor.clip_ratio_low is not None and actor.clip_ratio_high is not None:
+        idle[f"{whole}.clip_ratio"] = "clip_ratio_low and clip_ratio_high set"
+    if actor.optim.lr_scheduler_type != "cosine":
+        idle[f"{whole}.optim.total_training_steps"] = f"lr_scheduler_type={actor.optim.lr_scheduler_type}"
+    return idle

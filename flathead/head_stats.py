@@ -160,12 +160,11 @@ class HeadStats(torch.autograd.Function):
             )
         grad_hidden = None
         if grad_MH is not None:
-            version = hidden._version
             grad_hidden = _scatter(
                 ctx.shard.sum_over_group(grad_MH), hidden, layout, index, ctx.options.inplace_backward
             )
             if ctx.options.inplace_backward:
-                mark_overwritten(hidden, version)
+                mark_overwritten(hidden)
         return grad_hidden, grad_weight, grad_bias, *(None,) * 7
 
 

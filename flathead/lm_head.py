@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flathead.arguments import check_stats, check_temperature
 from flathead.token_stats import TokenStats, linear_token_stats
 
 HuggingFaceModel = Any  # a transformers.PreTrainedModel: transformers is optional here
@@ -140,9 +141,10 @@ class FlatForward:
             if temperature is not None or stats is not None:
                 raise ValueError("labels: expected when temperature or stats is given, got None; pass labels=input_ids")
             return self.stock(*args, **kwargs)
-        _check_call(given, labels)
+        stats = ("log_prob", "entropy") if stats is None else stats
+        _check_call(given, labels, 1.0 if temperature is None else temperature, stats)
         kwargs_as_dict = {**kwargs, "return_dict": True}
-        run = _FlatRun(self.model, 1.0 if temperature is None else temperature, stats or ("log_prob", "entropy"))
+        run = _FlatRun(self.model, 1.0 if temperature is None else temperature, tuple(stats))
         with replaced_head(self.model, run.head), replaced_loss(self.model, run.loss):
             stock = self.stock(*args, **kwargs_as_dict)
         values = {_STATS[name]: getattr(run.stats_BT, name) for name in run.names}
@@ -236,7 +238,11 @@ def uninstall(model: HuggingFaceModel) -> HuggingFaceModel:
     return model
 
 
-def _check_call(given: dict[str, Any], labels: Tensor) -> None:
+def _check_call(given: dict[str, Any], labels: Any, temperature: Any, stats: Any) -> None:
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"labels: expected an int64 tensor, got {type(labels).__name__}")
+    check_stats(stats)
+    check_temperature(temperature)
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     if isinstance(tokens, Tensor) and labels.shape != tokens.shape[:2]:

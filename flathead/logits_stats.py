@@ -70,7 +70,7 @@ class LogitsStats(torch.autograd.Function):
         coefficients = vocab_math.row_coefficients(arrived, ln_s_N, entropy_N, sum_pi_squared_N)
         label_N = None if labels is None else layout.per_row(labels) - ctx.shard.start
         ignored_N = None if ignored is None else layout.per_row(ignored)
-        logits_NV, version = layout.view(logits), logits._version
+        logits_NV = layout.view(logits)
         grad_NV = logits_NV.detach() if inplace else logits.new_empty((*layout.shape, logits.shape[-1]))
         grad_NV[..., live:].zero_()
         kernel = kernels.resolve(ctx.options.impl)
@@ -82,6 +82,6 @@ class LogitsStats(torch.autograd.Function):
             if ignored_N is not None:  # not left to a coefficient of 0: an ignored row may hold nan
                 out.masked_fill_(ignored_N[at].unsqueeze(-1), 0.0)
         if inplace:
-            mark_overwritten(logits, version)
+            mark_overwritten(logits)
             return logits.detach(), *(None,) * 5
         return layout.restore(grad_NV), *(None,) * 5

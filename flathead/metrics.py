@@ -211,7 +211,8 @@ def _read(path: Path) -> list[dict[str, Any]]:
             for name, value in record.items():
                 if not (value is None or _is_number(value)):
                     raise ValueError(f"{path}, line {number}, {name}: expected a number or null, got {value!r}")
-            records.append(record)
+            finite = {n: None if isinstance(v, float) and not math.isfinite(v) else v for n, v in record.items()}
+            records.append(finite)
         elif number < len(lines):
             got = line[:60].decode(errors="replace")
             raise ValueError(f"{path}, line {number}: expected a JSON object with a step, got {got!r}")

@@ -1,30 +1,66 @@
 """`inplace_backward`: what may be overwritten by its gradient, and a mark on what was.
 
-The mark lies on the storage, so that every view of it knows. It holds the version the write left behind: when the
-caller has filled the memory anew since, the version has moved on and the mark is void.
+The mark lies on the storage, so that every view of it knows, and holds some elements of the gradient: once they have
+changed, the caller has filled the memory anew. (Version counters would not do: they count every write to the storage,
+and `.data` has its own.)
 """
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 
 class _Mark(NamedTuple):
+    """A piece of a storage that holds a gradient, and some of its elements to see whether it still does."""
+
+    place: "_Place"
+    dtype: torch.dtype
+    offset: int  # of the sample, in elements of the storage
+    stride: int
+    sample: Tensor
     version: int
-    spans: tuple[range, ...]  # bytes of the storage that hold a gradient
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the memory, which `tensor` is a view of, still is as the write left it."""
+        if tensor.dtype != self.dtype:
+            return True
+        now = tensor.detach().as_strided(self.sample.shape, (self.stride,), self.offset)
+        same = bool((now == self.sample).all() | (now.isnan() & self.sample.isnan()).all())
+        return same and (bool(self.sample.any()) or tensor._version == self.version)
 
 
-def _span(tensor: Tensor) -> range:
-    """The bytes of its storage between a tensor's first and last element."""
-    start = tensor.storage_offset() * tensor.itemsize
+class _Place(NamedTuple):
+    """Where a tensor lies: bytes `span` of its storage; of every `period` bytes of it only `columns`, if not 0."""
+
+    span: range
+    period: int
+    columns: range
+
+
+_SAMPLED = 64
+
+
+def _place(tensor: Tensor) -> _Place:
+    start, size = tensor.storage_offset() * tensor.itemsize, tensor.itemsize
     if tensor.numel() == 0:
-        return range(start, start)
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return range(start, start + (last + 1) * tensor.itemsize)
+        return _Place(range(start, start), 0, range(0))
+    steps = [(n - 1, stride * size) for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    span = range(start, start + sum(n * stride for n, stride in steps) + size)
+    rows = sorted(stride for _, stride in steps)[1:]  # all but the one within a row
+    width = min((n * stride for n, stride in steps), default=0) + size
+    period = min(rows, default=0)
+    regular = period > 0 and all(stride % period == 0 for stride in rows) and start % period + width <= period
+    return _Place(span, period, range(start % period, start % period + width)) if regular else _Place(span, 0, range(0))
 
 
-def _meet(a: range, b: range) -> bool:
-    return max(a.start, b.start) < min(a.stop, b.stop)
+def _meet(a: _Place, b: _Place) -> bool:
+    """Whether two tensors of one storage may share a byte. Columns side by side of the same rows do not."""
+    if max(a.span.start, b.span.start) >= min(a.span.stop, b.span.stop):
+        return False
+    if a.period == b.period > 0:
+        return max(a.columns.start, b.columns.start) < min(a.columns.stop, b.columns.stop)
+    return True
 
 
 def _overlaps_itself(tensor: Tensor) -> bool:
@@ -37,17 +73,33 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def _mark_of(tensor: Tensor) -> _Mark | None:
-    mark = getattr(tensor.untyped_storage(), "_flathead_overwritten", None)
-    return mark if mark is not None and mark.version == tensor._version else None
-
-
-def mark_overwritten(tensor: Tensor, version_before: int) -> None:
-    """Remember on the storage that `tensor` now holds a gradient. `version_before`: as it was before the write."""
+def mark_overwritten(tensor: Tensor) -> None:
+    """Remember on the storage that `tensor` now holds a gradient."""
+    if tensor.numel() == 0:
+        return
     storage: Any = tensor.untyped_storage()
-    old = getattr(storage, "_flathead_overwritten", None)
-    spans = old.spans if old is not None and old.version == version_before else ()
-    storage._flathead_overwritten = _Mark(tensor._version, (*spans, _span(tensor)))
+    row = tensor.detach()[(0,) * (tensor.ndim - 1)][:_SAMPLED]
+    mark = _Mark(_place(tensor), tensor.dtype, int(row.storage_offset()), row.stride(0), row.clone(), tensor._version)
+    others = [m for m in getattr(storage, "_flathead_overwritten", ()) if m.holds(tensor)]
+    storage._flathead_overwritten = (*others, mark)
+
+
+def _same_storage(a: Tensor, b: Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def check_apart(name: str, written: Tensor | None, **read: Tensor | None) -> None:
+    """What backward writes to has memory of its own, for each element and apart from what it reads.
+
+    Errors: ValueError.
+    """
+    if written is None:
+        return
+    if _overlaps_itself(written):
+        raise ValueError(f"{name}: expected memory of its own for every element, got an expanded or overlapping tensor")
+    for other_name, other in read.items():
+        if other is not None and _same_storage(other, written) and _meet(_place(other), _place(written)):
+            raise ValueError(f"{name}: expected memory that {other_name} does not share, got a view of the same")
 
 
 def check_overwritable(tensor: Tensor, inplace: bool, **read_later: Tensor | None) -> None:
@@ -56,24 +108,11 @@ def check_overwritable(tensor: Tensor, inplace: bool, **read_later: Tensor | Non
 
     Errors: ValueError.
     """
-    mark = _mark_of(tensor)
-    if mark is not None and any(_meet(span, _span(tensor)) for span in mark.spans):
+    marks = getattr(tensor.untyped_storage(), "_flathead_overwritten", ())
+    if any(_meet(mark.place, _place(tensor)) and mark.holds(tensor) for mark in marks):
         raise ValueError(
             "inplace_backward: expected a tensor not used before, got memory that holds the gradient an earlier "
             "backward wrote over it; use a fresh one"
         )
-    if not inplace:
-        return
-    if _overlaps_itself(tensor):
-        raise ValueError(
-            "inplace_backward: expected memory of its own for every row, got an expanded or overlapping tensor; "
-            "leave inplace_backward off, or pass its .contiguous()"
-        )
-    for name, other in read_later.items():
-        if other is None or other.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
-            continue
-        if _meet(_span(other), _span(tensor)):
-            raise ValueError(
-                f"inplace_backward: expected memory that {name} does not share, since backward reads it after "
-                "overwriting, got a view of the same; leave inplace_backward off"
-            )
+    if inplace:
+        check_apart("inplace_backward", tensor, **read_later)

@@ -1,7 +1,7 @@
 """From the YAML tree and the command line's overrides to a checked TrainConfig (Hydra and OmegaConf do the work)."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
@@ -9,12 +9,13 @@ from typing import cast
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from flathead import config as schema
-from flathead.config_checks import check, check_given
+from flathead.config_checks import check
 
 _STORE = ConfigStore.instance()
 _STORE.store(name="schema", node=schema.TrainConfig)
@@ -46,6 +47,8 @@ def _check_keys(declared: DictConfig, overrides: list[str]) -> None:
             raise ValueError(f"argument: expected KEY=VALUE, got {override!r}; {_HELP}")
         if "@" in key or "/" in key:
             continue
+        if key.startswith("++"):  # Hydra's "set, or add": there is nothing to add
+            key = key.removeprefix("++")
         node, known = declared, ""
         for part in key.split("."):
             names = list(node) if isinstance(node, DictConfig) else []
@@ -83,9 +86,21 @@ def resolve(composed: DictConfig, overrides: Iterable[str] = ()) -> schema.Train
         config = cast(schema.TrainConfig, OmegaConf.to_object(composed))
     except OmegaConfBaseException as error:
         raise ValueError(_one_line(error)) from error
-    check(config)
-    check_given(config, {override.lstrip("+~").partition("=")[0] for override in overrides})
+    check(config, _keys_given(overrides))
     return config
+
+
+def _keys_given(overrides: Iterable[str]) -> set[str]:
+    """The keys that overrides set, those inside of {key: value} included."""
+
+    def below(key: str, value: object) -> Iterator[str]:
+        yield key
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield from below(f"{key}.{name}", inner)
+
+    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    return {key for override in parsed for key in below(override.key_or_group, override.value())}
 
 
 GENERATED = ("ppo_trainer", "ppo_megatron_trainer")

@@ -29,7 +29,7 @@ from flathead.arguments import (
 )
 from flathead.head_stats import HeadStats
 from flathead.logits_stats import LogitsStats
-from flathead.overwriting import check_overwritable
+from flathead.overwriting import check_apart, check_overwritable
 from flathead.vocab_shard import VocabShard, is_dtensor, local_rows, local_weight, shard_of_dtensor
 
 
@@ -144,6 +144,7 @@ def linear_token_stats(
     hidden, labels, mask, temperature = rows
     compute_dtype = check_head(hidden, weight, bias)
     check_main_grad(main_grad, weight)
+    check_apart("main_grad", main_grad, hidden=hidden, weight=weight, bias=bias)
     shard = check_shard(shard, weight.shape[0], vocab_size, "weight")
     lead = hidden.shape[:-1]
     check_labels(labels, lead, hidden, options)

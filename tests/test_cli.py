@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from flathead.cli import ALIASES, expand_alias, main
 from tests.support.jobs import tiny_chat_model
@@ -68,6 +69,44 @@ MISTAKES = {
         ["actor.use_kl_loss=false", "actor.kl_loss_coef=0.1"],
         "actor_rollout_ref.actor.kl_loss_coef: has no effect with use_kl_loss=false",
     ),
+    "in braces": (
+        ["actor.use_kl_loss=false", "ref={entropy_from_logits_chunk_size: 7}"],
+        "actor_rollout_ref.ref.entropy_from_logits_chunk_size: has no effect",
+    ),
+    "chunk size nobody takes": (
+        [
+            "actor.entropy_from_logits_with_chunking=true",
+            "actor.entropy_from_logits_chunk_size=512",
+            "actor.fsdp_config.entropy_from_logits_chunk_size=9",
+            "ref.entropy_from_logits_chunk_size=9",
+        ],
+        "actor.entropy_from_logits_chunk_size: has no effect with the engine's own entropy_from_logits_chunk_size",
+    ),
+    "reference's idle chunk size": (
+        [
+            "actor.entropy_from_logits_with_chunking=true",
+            "actor.entropy_from_logits_chunk_size=512",
+            "ref.entropy_from_logits_with_chunking=false",
+            "ref.entropy_from_logits_chunk_size=512",
+        ],
+        "ref.entropy_from_logits_chunk_size: has no effect with entropy_from_logits_with_chunking=false",
+    ),
+    "switch nobody takes": (
+        [
+            "actor.entropy_from_logits_with_chunking=true",
+            "actor.fsdp_config.entropy_from_logits_with_chunking=false",
+            "ref.entropy_from_logits_with_chunking=false",
+        ],
+        "actor.entropy_from_logits_with_chunking: has no effect with the engine's own",
+    ),
+    "micro-batch nobody takes": (
+        [
+            "actor.ppo_max_token_len_per_gpu=2048",
+            "actor.fsdp_config.max_token_len_per_gpu=4096",
+            "ref.fsdp_config.max_token_len_per_gpu=4096",
+        ],
+        "ppo_max_token_len_per_gpu: has no effect with the engine's own max_token_len_per_gpu",
+    ),
     "reference without KL": (
         ["actor.use_kl_loss=false", "ref.fsdp_config.dtype=float32"],
         "actor_rollout_ref.ref.fsdp_config.dtype: has no effect with actor_rollout_ref.actor.use_kl_loss=false",
@@ -110,7 +149,7 @@ MISTAKES = {
         "stats_memory_budget: expected null while entropy_from_logits_with_chunking",
     ),
     "lm_head": (["actor.fsdp_config.lm_head=flat"], "lm_head: expected one of fused, logits, got 'flat'"),
-    "clip": (["actor.clip_ratio=2"], "clip_ratio_low: expected at most 1"),
+    "clip": (["actor.clip_ratio=2"], "actor.clip_ratio: expected at most 1"),
     "dual clip": (["actor.clip_ratio_c=1"], "clip_ratio_c: expected more than 1, or null for no dual clip, got 1.0"),
     "dual clip, cispo": (
         ["actor.clip_ratio_c=3", "actor.policy_loss.loss_mode=cispo"],
@@ -188,6 +227,8 @@ def test_help_shows_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         ("trainer.steps=3", "trainer.steps=3"),
         ("trainer.total_training_steps_=3", "trainer.total_training_steps_=3"),
         ("modelling.path=x", "modelling.path=x"),
+        ("++actor.optim.lr=1", "++actor_rollout_ref.actor.optim.lr=1"),
+        ("ref={strategy: fsdp}", "actor_rollout_ref.ref={strategy: fsdp}"),
         ("actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr=1"),
     ],
 )
@@ -217,7 +258,16 @@ def test_an_unusable_run_directory_is_one_line(
 
 @pytest.mark.parametrize(
     "damage",
-    ["config.json {", "tokenizer gone", "weights cut", "weights gone", "gguf"],
+    [
+        "config.json {",
+        "no heads",
+        "tokenizer gone",
+        "tokenizer {}",
+        "weights cut",
+        "a weight gone",
+        "weights gone",
+        "gguf",
+    ],
     ids=lambda d: d.replace(" ", "-"),
 )
 def test_a_damaged_model_is_one_line(
@@ -227,6 +277,15 @@ def test_a_damaged_model_is_one_line(
     shutil.copytree(model, broken)
     if damage == "config.json {":
         (broken / "config.json").write_text("{")
+    elif damage == "no heads":
+        text = (broken / "config.json").read_text()
+        (broken / "config.json").write_text(text.replace('"num_attention_heads": 4', '"num_attention_heads": 0'))
+    elif damage == "tokenizer {}":
+        (broken / "tokenizer.json").write_text("{}")
+    elif damage == "a weight gone":
+        weights = load_file(broken / "model.safetensors")
+        del weights["model.layers.1.mlp.up_proj.weight"]
+        save_file(weights, broken / "model.safetensors", {"format": "pt"})
     elif damage == "tokenizer gone":
         for path in broken.glob("*token*"):
             path.unlink()
@@ -241,4 +300,5 @@ def test_a_damaged_model_is_one_line(
     assert main(["train", f"model.path={broken}", f"trainer.run_dir={tmp_path / 'run'}"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]  # transformers may have warned before
     assert error.startswith("flathead: actor_rollout_ref.model.path: ") and str(tmp_path) in error
-    assert "cannot be loaded" in error
+    assert "cannot be loaded" in error or damage == "a weight gone"
+    assert damage != "a weight gone" or "has no weights for model.layers.1.mlp.up_proj.weight" in error

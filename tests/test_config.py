@@ -188,3 +188,20 @@ def test_saved_configuration_is_the_same_configuration() -> None:
     config = configure("trainer.steps=3", "data.task_config={max_terms: 3}", "actor.optim.betas=[0.8,0.9]")
     again = OmegaConf.merge(compose("ppo_trainer", []), OmegaConf.create(to_yaml(config)))
     assert OmegaConf.to_object(again) == config
+
+
+def test_what_the_reference_inherits_is_no_mistake() -> None:
+    budget = "actor.fsdp_config.stats_memory_budget=8000000"
+    for other in ("ref.entropy_from_logits_with_chunking=true", "ref.fsdp_config.lm_head=logits"):
+        actor, ref = engine_configs(configure(budget, other))
+        assert (actor.stats_memory_budget, ref.stats_memory_budget) == (8000000, None)
+        with pytest.raises(ValueError, match=r"ref\.fsdp_config\.stats_memory_budget: expected null"):
+            configure(budget, other, "ref.fsdp_config.stats_memory_budget=8000000")
+    longer = ("actor.fsdp_config.max_token_len_per_gpu=4096", "ref.fsdp_config.max_token_len_per_gpu=4096")
+    assert configure(*longer, "data.max_response_length=2000").data.max_response_length == 2000
+
+
+def test_hydras_and_verls_spellings() -> None:
+    config = configure("++trainer.steps=3", "++actor.optim.lr=0.5", "rollout.top_k=-1")
+    assert (config.trainer.steps, config.actor_rollout_ref.actor.optim.lr) == (3, 0.5)
+    assert config.actor_rollout_ref.rollout.top_k == -1

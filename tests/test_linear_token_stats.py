@@ -398,6 +398,8 @@ def test_main_grad_in_fp32_keeps_what_bf16_would_lose() -> None:
         (lambda w: torch.zeros(33, 8, dtype=torch.int64), r"main_grad\.dtype"),
         (lambda w: torch.zeros(33, 8, requires_grad=True), "main_grad: expected a buffer without gradient"),
         (lambda w: torch.zeros(33, 8, device="meta"), "main_grad"),
+        (lambda w: torch.zeros(1, 8).expand(33, 8), "main_grad: expected memory of its own for every element"),
+        (lambda w: w.detach(), "main_grad: expected memory that weight does not share"),
         (lambda w: w.requires_grad_(False) * 0, "main_grad: expected a buffer without gradient, and a weight"),
     ],
 )

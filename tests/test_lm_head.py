@@ -280,6 +280,13 @@ def test_bad_input_is_named() -> None:
         model(ids, temperature=0.5)
     with pytest.raises(ValueError, match="labels: expected when temperature"):
         model(ids, stats=("entropy",))
+    calls: list[dict[str, Any]] = [{"stats": ()}, {"stats": 1}, {"labels": [[1] * 9] * 2}, {"temperature": -1.0}]
+    before = model.model.forward
+    model.model.forward = lambda *_, **__: pytest.fail("the body ran before the arguments were checked")
+    for call in calls:
+        with pytest.raises(ValueError, match=f"{next(iter(call))}: expected"):
+            model(ids, **{"labels": ids, **call})
+    model.model.forward = before
     with pytest.raises(ValueError, match="logits_to_keep"):
         model(ids, labels=labels, logits_to_keep=1)
     with pytest.raises(ValueError, match="temperature: expected a positive"):

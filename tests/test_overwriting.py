@@ -28,6 +28,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "reshaped": lambda logits: logits.view(2, 3, V),
     "some rows": lambda logits: logits[2:4],
     "some columns": lambda logits: logits[:, 3:],
+    "data": lambda logits: logits.data,
 }
 
 
@@ -57,6 +58,35 @@ def test_rows_apart_may_be_overwritten_one_after_another() -> None:
             flathead.token_stats(logits[start : start + 1], LABELS[:1])
 
 
+def test_a_write_elsewhere_does_not_hide_what_was_overwritten() -> None:
+    both = torch.stack([fresh(), fresh()])
+    overwrite(both[0].detach(), LABELS)
+    both[1].copy_(fresh() + 1)
+    with pytest.raises(ValueError, match="inplace_backward"):
+        flathead.token_stats(both[0], LABELS)
+    assert flathead.token_stats(both[1], LABELS).entropy is not None
+
+
+def test_columns_side_by_side_are_apart() -> None:
+    left, right = torch.randn(N, 2 * V).split(V, -1)
+    overwrite(left.detach(), LABELS)
+    overwrite(right.detach(), LABELS)
+    for part in (left, right):
+        with pytest.raises(ValueError, match="inplace_backward"):
+            flathead.token_stats(part, LABELS)
+
+
+def test_rows_whose_gradient_is_zero_may_be_filled_with_zeros() -> None:
+    logits = fresh()
+    overwrite(logits, torch.full((N,), -100))
+    assert not logits.detach().any()
+    with pytest.raises(ValueError, match="inplace_backward"):
+        flathead.token_stats(logits, LABELS)
+    with torch.no_grad():
+        logits.zero_()
+    assert flathead.token_stats(logits, LABELS).entropy is not None
+
+
 def test_memory_filled_anew_may_be_used_again() -> None:
     logits = fresh()
     overwrite(logits.view(2, 3, V), LABELS.view(2, 3))
@@ -65,12 +95,17 @@ def test_memory_filled_anew_may_be_used_again() -> None:
     torch.testing.assert_close(
         flathead.token_stats(logits, LABELS).entropy, flathead.token_stats(fresh(), LABELS).entropy
     )
+    overwrite(logits, LABELS)
+    logits.data.copy_(fresh())  # which has a version counter of its own
+    torch.testing.assert_close(
+        flathead.token_stats(logits, LABELS).entropy, flathead.token_stats(fresh(), LABELS).entropy
+    )
 
 
 def test_rows_that_share_memory_are_refused() -> None:
     steps = torch.randn(40)
     for rows in (steps.unfold(0, V, 3)[:N], fresh()[:1].expand(N, V), torch.as_strided(steps, (N, V), (1, 2))):
-        with pytest.raises(ValueError, match="inplace_backward: expected memory of its own for every row"):
+        with pytest.raises(ValueError, match="inplace_backward: expected memory of its own for every element"):
             flathead.token_stats(rows, LABELS, inplace_backward=True)
     for rows in (fresh().T.contiguous().T, torch.randn(N, 2, V)[:, 0], torch.randn(N, 2 * V)[:, ::2]):  # these do not
         overwrite(rows.detach(), LABELS)

@@ -225,6 +225,22 @@ def test_numbers_that_fp32_does_not_hold_are_refused(argument: str, value: float
         flathead.token_stats(LOGITS, LABELS, **changed)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [
+        ({"logit_scale": 1e20, "temperature": 1e-20}, "temperature"),
+        ({"logit_scale": 1e-20, "temperature": 1e20}, "temperature"),
+        ({"logit_scale": 1e20, "temperature": torch.tensor(1e-20)}, "temperature"),
+        ({"logit_scale": 1e20, "softcap": 1e-20}, "softcap"),
+    ],
+)
+def test_ratios_that_fp32_does_not_hold_are_refused(arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected logit_scale / {name} that fp32 holds"):
+        flathead.token_stats(LOGITS, LABELS, **arguments)
+    with pytest.raises(ValueError, match=f"{name}: expected logit_scale / {name} that fp32 holds"):
+        flathead.linear_token_stats(HIDDEN, WEIGHT, LABELS, **arguments)
+
+
 @pytest.mark.parametrize("value", [torch.tensor(2e-39), torch.tensor(2 + 5j), torch.tensor(True)])
 def test_temperature_tensors_that_are_no_positive_real_number_are_refused(value: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="temperature"):
