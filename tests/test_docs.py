@@ -31,6 +31,7 @@ TRAIN = (
 )
 SHORTENED = {
     "flathead bench": "--tokens 16 --vocab 512 --hidden 16 --rounds 1",
+    "python docs/megatron_memory.py": "--tokens 64 --vocab 512 --hidden 16 --tp 1 2",
     "flathead train --help": "",
     "flathead train": TRAIN,
     "torchrun --nproc-per-node 2 -m flathead.cli train": TRAIN,
@@ -93,6 +94,7 @@ def test_blocks_are_of_a_kind_that_is_checked(page: Path) -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name)
 def test_commands_run(page: Path, tmp_path: Path, model: Path) -> None:
     (tmp_path / "MODEL").symlink_to(model)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     for command in commands(page):
         for line in what_runs(command):
             short = shortened(line)
