@@ -53,7 +53,9 @@ class MegatronEngine(Engine):
             for tensor in weights.values():
                 dist.broadcast(tensor, src=0)
             self._bridge = megatron_model.bridge_of(model.config, self._dtype, self.tp_size, **self._overrides())
-            self.model: Any = megatron_model.build(self._bridge, weights).to(self.device)
+            self.model: Any = megatron_model.build(self._bridge, weights, model.get_input_embeddings().padding_idx).to(
+                self.device
+            )
             self._export = megatron_model.exported
             self.model.config.finalize_model_grads_func = _finalize
             exact = {name: parameter.detach() for name, parameter in self.model.named_parameters()}

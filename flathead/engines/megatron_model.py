@@ -8,6 +8,7 @@ Import this module only after `megatron_cpu.import_megatron()`.
 
 from collections.abc import Iterator
 from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -218,19 +219,32 @@ def with_padded_heads(weights: dict[str, Tensor], config: Any) -> dict[str, Tens
     return {name: padded(name, tensor) for name, tensor in weights.items()}
 
 
-def build(bridge: Any, weights: dict[str, Tensor]) -> GPTModel:
+def build(bridge: Any, weights: dict[str, Tensor], padding_idx: int | None) -> GPTModel:
     """This rank's part of the model, filled from `weights` under their Hugging Face names. All ranks take part;
-    the weights of each tensor-parallel group's first rank count."""
+    the weights of each tensor-parallel group's first rank count. padding_idx: of the model's embedding."""
     provider = bridge._model_provider([])
     model = provider(pre_process=mpu.is_pipeline_first_stage(), post_process=mpu.is_pipeline_last_stage())
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if padding_idx is not None and hasattr(model, "embedding"):
+        model.embedding.word_embeddings.register_forward_hook(partial(_untrained, padding_idx))
     padded = with_padded_heads(weights, bridge.hf_config)
     bridge._get_safetensor_io = lambda path: _InMemory(padded)
     bridge.dtype = torch.float32  # it would round the weights to the computing dtype on their way
     with torch.no_grad():
         bridge.load_weights([model], "")
     return model
+
+
+def _untrained(padding_idx: int, embedding: Any, arguments: tuple[Tensor], output: Tensor) -> Tensor:
+    """As in torch.nn.Embedding: what is looked up for the padding token gives its weight no gradient."""
+    is_padding_BS = arguments[0] == padding_idx
+    if not bool(is_padding_BS.any()):
+        return output
+    if embedding.reduce_scatter_embeddings:  # output (S / tp, B, H), this rank's part of the sequence
+        tp, rank = embedding.tp_group.size(), embedding.tp_group.rank()
+        is_padding_BS = is_padding_BS.T.chunk(tp)[rank]
+    return torch.where(is_padding_BS[..., None], output.detach(), output)
 
 
 class _InMemory:

@@ -51,7 +51,9 @@ def whole_batch() -> PackedBatch:
     def draw(lengths: list[int]) -> list[list[int]]:
         return [torch.randint(3, 512, (n,), generator=generator).tolist() for n in lengths]
 
-    batch = PackedBatch.from_sequences(draw([3, 1, 5, 6, 2, 4, 2]), draw([6, 4, 9, 0, 1, 8, 5]))
+    prompts, responses = draw([3, 1, 5, 6, 2, 4, 2]), draw([6, 4, 9, 0, 1, 8, 5])
+    prompts[2][1] = responses[5][3] = 0  # the padding token: its embedding, as an input, is not trained
+    batch = PackedBatch.from_sequences(prompts, responses)
     tokens = len(batch.input_ids_N)
     return batch.replace(
         advantages_N=torch.randn(tokens, generator=generator),
