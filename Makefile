@@ -39,7 +39,7 @@ test-fsdp: $(INSTALLED)
 	$(BIN)/python -m pytest tests/engine_contract/test_fsdp.py tests/test_fsdp_engine.py $(ARGS)
 
 test-megatron: $(INSTALLED)
-	$(BIN)/python -m pytest tests/engine_contract/test_megatron.py tests/distributed/test_megatron_names.py tests/test_megatron_engine.py $(ARGS)
+	$(BIN)/python -m pytest tests/engine_contract/test_megatron.py tests/distributed/test_megatron_names.py tests/test_megatron_engine.py tests/test_trainer_megatron.py $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

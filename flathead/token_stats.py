@@ -142,16 +142,11 @@ def linear_token_stats(
     rows = _local_rows_of((hidden, labels, mask, temperature), weight, 0)
     weight, bias = local_weight(weight, hidden), bias if bias is None else local_weight(bias, hidden)
     hidden, labels, mask, temperature = rows
-    compute_dtype = check_head(hidden, weight, bias)
-    check_main_grad(main_grad, weight)
-    check_apart("main_grad", main_grad, hidden=hidden, weight=weight, bias=bias)
+    compute_dtype = _check_tensors(hidden, weight, bias, labels, main_grad, inplace_backward)
     shard = check_shard(shard, weight.shape[0], vocab_size, "weight")
     lead = hidden.shape[:-1]
     check_labels(labels, lead, hidden, options)
     check_mask(mask, lead, hidden)
-    check_overwritable(hidden, inplace_backward, weight=weight, bias=bias)
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    check_not_inference(wanted, hidden=hidden, weight=weight, bias=bias, labels=labels)
     scaling = scaling_of(temperature, lead, hidden, options)
     ignored = check_label_range(labels, mask, shard.vocab_size, ignore_index)
     dropped = ignored if mask is None else (~mask if ignored is None else ignored | ~mask)
@@ -159,6 +154,24 @@ def linear_token_stats(
     with torch.autocast(hidden.device.type, enabled=False):  # the tiles' dtypes are decided here, not by autocast
         values = HeadStats.apply(hidden, weight, bias, labels, live, scaling, shard, options, compute_dtype, main_grad)
     return TokenStats(**dict(zip(options.stats, values, strict=True)))
+
+
+def _check_tensors(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor | None,
+    main_grad: Tensor | None,
+    inplace_backward: bool,
+) -> torch.dtype:
+    """Shapes, dtypes, and what backward writes to or keeps. Returns the dtype the product is computed in."""
+    compute_dtype = check_head(hidden, weight, bias)
+    check_main_grad(main_grad, weight)
+    check_apart("main_grad", main_grad, hidden=hidden, weight=weight, bias=bias)
+    check_overwritable(hidden, inplace_backward, weight=weight, bias=bias)
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    check_not_inference(wanted, hidden=hidden, weight=weight, bias=bias, labels=labels)
+    return compute_dtype
 
 
 def _agreed(given: VocabShard | None, found: VocabShard) -> VocabShard:

@@ -117,7 +117,15 @@ def make(*arguments: str) -> str:
         ("train", "bin/flathead train trainer.steps=4"),
         ("bench", "bin/flathead bench trainer.steps=4"),
         ("test", "bin/python -m pytest trainer.steps=4"),
-        ("test-fsdp", "bin/python -m pytest tests/engine_contract trainer.steps=4"),
+        (
+            "test-fsdp",
+            "bin/python -m pytest tests/engine_contract/test_fsdp.py tests/test_fsdp_engine.py trainer.steps=4",
+        ),
+        (
+            "test-megatron",
+            "bin/python -m pytest tests/engine_contract/test_megatron.py tests/distributed/test_megatron_names.py "
+            "tests/test_megatron_engine.py tests/test_trainer_megatron.py trainer.steps=4",
+        ),
     ],
 )
 def test_make_passes_arguments_on(target: str, command: str, tmp_path: Path) -> None:
