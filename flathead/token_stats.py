@@ -125,8 +125,7 @@ def linear_token_stats(
     fp32 gradient; fp16 is computed in fp32, since its range ends at 65504. Gradients are accumulated in fp32: hidden's
     in N x H x 4 bytes, weight's tile by tile.
     inplace_backward: hidden's gradient overwrites hidden; it, and this graph, can then not be used again.
-    main_grad (V_local, H): weight's gradient is added into it, in its dtype (fp32 for Megatron's buffers), instead of
-    being returned to autograd; `weight.grad` gets nothing from here.
+    main_grad (V_local, H): takes weight's gradient on top of what it holds, in its dtype; `weight.grad` then gets none.
 
     Costs: four products of N x H x V; one all-gather of 20 bytes a row in forward, one all-reduce of the hidden
     gradient in backward. Errors: ValueError for any bad argument, before any work.
