@@ -64,7 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("flathead"):
             raise
-        print(f'flathead: {error.name} is not installed; pip install "flathead[train]"', file=sys.stderr)
+        told = "pip install" in str(error)
+        print(
+            f"flathead: {error}" if told else f'flathead: {error.name} is not installed; pip install "flathead[train]"',
+            file=sys.stderr,
+        )
         return 2
     return 0
 

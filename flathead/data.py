@@ -111,7 +111,6 @@ def _reasoning_gym() -> tuple[Any, dict[str, Any]]:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f'{error.name} is not installed; pip install "flathead[train]"', name=error.name
-        ) from error
+        package = (error.name or "").partition(".")[0]
+        raise ModuleNotFoundError(f'{package} is not installed; pip install "flathead[train]"', name=package) from error
     return create_dataset, DATASETS

@@ -1,6 +1,8 @@
 """The command line: what it accepts, and one clear line for what it does not, before any work."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -244,6 +246,19 @@ def test_short_forms_lead_to_keys() -> None:
     declared = OmegaConf.structured(TrainConfig)
     for meant in ALIASES.values():
         assert OmegaConf.select(declared, meant.rstrip("."), throw_on_missing=False) is not None
+
+
+@pytest.mark.parametrize(
+    ("missing", "extra"), [("mbridge", "megatron"), ("megatron", "megatron"), ("reasoning_gym", "train")]
+)
+def test_a_missing_package_is_one_line_that_names_the_extra(
+    missing: str, extra: str, model: Path, tmp_path: Path
+) -> None:
+    words = ["train", "--config-name", "ppo_megatron_trainer", f"model.path={model}", f"trainer.run_dir={tmp_path}"]
+    program = f"import sys; sys.modules[{missing!r}] = None; from flathead.cli import main; sys.exit(main({words}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f'flathead: {missing} is not installed; pip install "flathead[{extra}]"\n'
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere/run"])

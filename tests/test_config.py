@@ -54,6 +54,8 @@ def test_engine_and_reference_take_the_actors_switches(strategy: str) -> None:
     on = ("actor.entropy_from_logits_with_chunking=true", "actor.entropy_from_logits_chunk_size=7")
     for one in engine_configs(configure(*engine, *on)):
         assert [getattr(one, name) for name in CHUNKING] == [True, 7]
+    for one in engine_configs(configure(*engine, "actor.entropy_from_logits_with_chunking=true")):
+        assert [getattr(one, name) for name in CHUNKING] == [True, 2048]  # the switch alone: the default's rows
     config = configure(*engine, "actor.ppo_max_token_len_per_gpu=4096", f"actor.{key}.dtype=float32")
     for one in engine_configs(config):
         assert (one.max_token_len_per_gpu, one.dtype) == (4096, "float32")
