@@ -30,6 +30,7 @@ from tests.engine_contract.reference import (
     whole_batch,
 )
 from tests.support.memory import TensorMemory
+from tests.support.models import tiny
 
 MODELS = [ModelCase(family, tied) for family in ("qwen3", "llama") for tied in (True, False)]
 # SmolLM2's heads, which two ranks cannot share
@@ -209,6 +210,30 @@ def masters_begin_at_the_exact_weights(row: Row) -> None:
     assert off_grid > 0.9 and torch.isin(masters[:200], torch.cat([exact, torch.ones(1)])).all()
 
 
+def padded_vocabularies_and_sequences_of_one_token(row: Row) -> None:
+    """511 tokens, which ranks cannot share evenly, and ranks that have next to nothing of a micro-batch."""
+    batch = PackedBatch.from_sequences([[3], [4], [5, 6], [7]], [[], [8], [], [9, 10, 11]])
+    entries = len(batch.input_ids_N)
+    batch = batch.replace(advantages_N=torch.linspace(-1, 1, entries), old_log_prob_N=torch.full((entries,), -6.0))
+    for tied, path in ((True, "fused"), (False, "logits")):
+        model, other = (tiny("qwen3", tie_word_embeddings=tied, vocab_size=511) for _ in range(2))
+        expected = naive_stats(model, batch)
+        loss = (batch.weight_N * loss_fn(expected, batch)[0]).sum()
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = float(torch.stack([gradient.norm() for gradient in gradients]).norm())
+        weights = {name: weight.detach().clone() for name, weight in other.named_parameters()}
+        options = {"lm_head": path, "max_token_len_per_gpu": 4, "gradient_checkpointing": tied}
+        engine = row.make(other, OPTIM, **options)
+        assert_same_weights(dict(engine.full_weights()), weights, tolerance=0.0)
+        mine = list(range(len(batch.lengths)))[engine.dp_rank :: engine.dp_size]
+        stats, rows = engine.token_stats(batch.select(mine), STATS, temperature=TEMPERATURE), batch.rows_of(mine)
+        for name in STATS:
+            wanted = getattr(expected, name).detach()[rows]
+            torch.testing.assert_close(getattr(stats, name), wanted, rtol=1e-5, atol=1e-5)
+        got = engine.train_step(batch.select(mine), loss_fn, STATS, temperature=TEMPERATURE)
+        assert abs(got["grad_norm"] - norm) <= 1e-5 * norm, f"{path}: {got['grad_norm']} instead of {norm}"
+
+
 def options_arrive_at_the_statistics(row: Row) -> None:
     """The chunk size, the budget and the temperature, as configured, at every call of the library."""
     chunking = {"entropy_from_logits_with_chunking": True, "entropy_from_logits_chunk_size": 5}
@@ -273,4 +298,5 @@ def contract(family: str, world: int) -> dict[str, Callable[[int, int], None]]:
             found[f"{row.name} {function.__name__}"] = partial(function, row)
         if family == "megatron":
             found[f"{row.name} masters"] = partial(masters_begin_at_the_exact_weights, row)
+            found[f"{row.name} padding"] = partial(padded_vocabularies_and_sequences_of_one_token, row)
     return {name: lambda rank, world, case=case: case() for name, case in found.items()}
