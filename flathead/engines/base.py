@@ -4,6 +4,7 @@ An engine never computes a softmax, an entropy, a temperature or a loss. Its for
 states and its head (or the logits), at the place where those are whole, and gets a few tensors back.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -102,6 +103,15 @@ class MicroStep:
                 )
         sums = {name: (weight_N * values_N.detach()).sum() for name, values_N in metrics.items()}
         return {"loss": (weight_N * loss_N).sum() * self.loss_scale, **sums}
+
+
+def local_device() -> torch.device:
+    """This process's device, which it then uses: the GPU of torchrun's LOCAL_RANK, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 @dataclass(frozen=True)

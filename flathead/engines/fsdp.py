@@ -5,7 +5,6 @@ rank 0's weights count. Statistics are computed where the head stood in the mode
 whole under FSDP2.
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +23,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from flathead.config import FSDPEngineConfig, OptimConfig, lr_factor
 from flathead.config_checks import check_engine
-from flathead.engines.base import Engine, MicroStep, SavedForm
+from flathead.engines.base import Engine, MicroStep, SavedForm, local_device
 from flathead.engines.packed_attention import use_packed_attention, without_mask
 from flathead.engines.tensor_parallel import check_tensor_parallel, shard_over_tp
 from flathead.lm_head import HuggingFaceModel, check_model, evaluating, no_logits, read_head, replaced_head
@@ -47,7 +46,7 @@ class FSDPEngine(Engine):
         self.tp_size, self.dp_size = config.tensor_parallel_size, world // max(config.tensor_parallel_size, 1)
         check_layout(config, world)
         check_model(model)
-        self.device = _device()
+        self.device = local_device()
         self.saved_form = SavedForm.of(model)
         self.model = model.to(self.device, torch.float32)
         _check_packing(model, packed={})
@@ -226,14 +225,6 @@ def _check_packing(model: HuggingFaceModel, packed: dict[str, Any]) -> None:
             f"model: {type(model).__name__} with attention {model.config._attn_implementation} lets packed sequences "
             "see each other; it must make its mask from position_ids (sdpa, eager and flash attention do)"
         )
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
 
 
 def _layers(model: HuggingFaceModel) -> list[nn.Module]:

@@ -7,6 +7,7 @@ lm_head=logits: the classic way, from vocabulary-parallel logits.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from flathead.config import McoreEngineConfig, OptimConfig, lr_factor
 from flathead.config_checks import check_engine
-from flathead.engines.base import Engine, MicroStep, SavedForm
+from flathead.engines.base import Engine, MicroStep, SavedForm, local_device
 from flathead.engines.megatron_cpu import import_megatron, on_this_device
 from flathead.engines.megatron_pack import Pack
 from flathead.lm_head import HuggingFaceModel
@@ -26,8 +27,8 @@ from flathead.vocab_shard import VocabShard
 class MegatronEngine(Engine):
     """A Hugging Face causal LM (Llama, Qwen2, Qwen3) as a Megatron model on all processes of the default group.
 
-    The given model is read and can be forgotten. In bf16 Megatron's optimizer keeps fp32 master weights; in fp32 the
-    weights are their own. A model without a parameter that requires a gradient gets neither DDP nor an optimizer.
+    The given model is read (rank 0's counts) and can be forgotten. In bf16 Megatron's optimizer keeps fp32 masters; in
+    fp32 the weights are their own. A model without a trained parameter gets neither DDP nor an optimizer.
     Engines in one process share Megatron's process groups: they must have the same parallel sizes.
     Errors: ValueError for sizes that do not divide and models this engine does not take; ModuleNotFoundError without
     Megatron-Core or mbridge.
@@ -43,7 +44,7 @@ class MegatronEngine(Engine):
 
         megatron_model.check_model(model.config, config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
         self.config, self.optim, self._steps_done = config, optim, 0
-        self.device = _device()
+        self.device = local_device()
         self.saved_form = SavedForm.of(model)
         self._vocab_size = model.config.vocab_size
         trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -52,11 +53,10 @@ class MegatronEngine(Engine):
             weights = {name: tensor.to(self.device) for name, tensor in model.state_dict().items()}
             for tensor in weights.values():
                 dist.broadcast(tensor, src=0)
-            self._bridge = megatron_model.bridge_of(model.config, self._dtype, self.tp_size, **self._overrides())
-            self.model: Any = megatron_model.build(self._bridge, weights, model.get_input_embeddings().padding_idx).to(
-                self.device
-            )
-            self._export = megatron_model.exported
+            bridge = megatron_model.bridge_of(model.config, self._dtype, self.tp_size, **self._overrides())
+            built = megatron_model.build(bridge, weights, model.get_input_embeddings().padding_idx)
+            self.model: Any = built.to(self.device)
+            self._exported = partial(megatron_model.exported, bridge, built, model.config)
             self.model.config.finalize_model_grads_func = _finalize
             exact = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
             self.model.to(self._dtype)
@@ -314,7 +314,7 @@ class MegatronEngine(Engine):
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """As `Engine.full_weights`; in bf16 the weights the model computes with, in fp32."""
         with on_this_device():
-            for name, tensor in self._export(self._bridge, self.model, self.saved_form.config):
+            for name, tensor in self._exported():
                 yield name, tensor.float()
 
     @property
@@ -383,9 +383,3 @@ def check_layout(config: McoreEngineConfig, world: int, key: str = "engine") -> 
             f"{key}: {' x '.join(f'{name} {size}' for name, size in sizes.items())} = {product} does not divide the "
             f"{world} processes; start a multiple of {product}"
         )
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
