@@ -93,17 +93,45 @@ class McoreEngineConfig(EngineConfig):
 
 @dataclass
 class VeOmniEngineConfig(EngineConfig):
-    """VeOmni; its engine is not part of this version."""
+    """VeOmni: FSDP2 x Ulysses sequence parallel; fsdp_size -1: all ranks. What Ulysses leaves over is data parallel.
+
+    tensor_parallel_size: VeOmni has none; anything but 1 is refused.
+    """
+
+    fsdp_size: int = -1
+    ulysses_parallel_size: int = 1
+    tensor_parallel_size: int = 1
 
 
 @dataclass
 class TorchtitanEngineConfig(EngineConfig):
-    """TorchTitan; its engine is not part of this version."""
+    """TorchTitan: FSDP2 x tensor parallel x context parallel; data_parallel_shard_size -1: all remaining ranks.
+
+    sequence_parallel: between the layers' products hidden states are sharded over tensor-parallel ranks.
+    attn_type, spmd_backend: TorchTitan's. pipeline_parallel_size: not here; anything but 1 is refused.
+    """
+
+    data_parallel_replicate_size: int = 1
+    data_parallel_shard_size: int = -1
+    tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    sequence_parallel: bool = True
+    attn_type: str = "flex"
+    spmd_backend: str = "partial_dtensor"
 
 
 @dataclass
 class AutomodelEngineConfig(EngineConfig):
-    """NeMo Automodel; its engine is not part of this version."""
+    """NeMo Automodel: FSDP2 x tensor parallel; dp_replicate_size: replicas of the shards (HSDP).
+
+    cp_size, pp_size: not here; anything but 1 is refused.
+    """
+
+    dp_replicate_size: int = 1
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
 
 
 @dataclass
@@ -219,6 +247,9 @@ STRATEGIES = {
     "torchtitan": Strategy(TorchTitanActorConfig, TorchTitanRefConfig, "torchtitan", "torchtitan"),
     "automodel": Strategy(AutomodelActorConfig, AutomodelRefConfig, "automodel_config", "automodel"),
 }
+
+CONFIG_NAMES = {name: "ppo_trainer" if name == "fsdp" else f"ppo_{name}_trainer" for name in STRATEGIES}
+"""Of each strategy the configuration in `conf/` that runs it."""
 
 
 def engine_of(part: ActorConfig | RefConfig) -> EngineConfig:

@@ -6,18 +6,28 @@ Every error is a ValueError that names the key, what was expected, what came, an
 import math
 
 from flathead.config import (
+    CONFIG_NAMES,
     KL_TYPES,
     STRATEGIES,
     ActorConfig,
     ActorRolloutRefConfig,
+    AutomodelEngineConfig,
     DataConfig,
     EngineConfig,
     EntropyChunkingConfig,
+    TorchtitanEngineConfig,
     TrainConfig,
+    VeOmniEngineConfig,
     engines_of,
 )
 
 _CHUNK_SIZE = EntropyChunkingConfig.entropy_from_logits_chunk_size
+# Sizes that a package, or its engine here, cannot have, and the engines that can.
+_ELSEWHERE: dict[type[EngineConfig], dict[str, str]] = {
+    VeOmniEngineConfig: {"tensor_parallel_size": "fsdp, megatron, torchtitan or automodel"},
+    TorchtitanEngineConfig: {"pipeline_parallel_size": "megatron"},
+    AutomodelEngineConfig: {"cp_size": "megatron or torchtitan", "pp_size": "megatron"},
+}
 
 
 def _one_of(key: str, value: object, choices: tuple[str, ...]) -> None:
@@ -46,6 +56,12 @@ def check_engine(key: str, engine: EngineConfig) -> None:
     _one_of(f"{key}.dtype", engine.dtype, ("bfloat16", "float32"))  # float16 would need its loss scaled
     _at_least(f"{key}.entropy_from_logits_chunk_size", engine.entropy_from_logits_chunk_size, 1)
     _at_least(f"{key}.max_token_len_per_gpu", engine.max_token_len_per_gpu, 1)
+    for name, engines in _ELSEWHERE.get(type(engine), {}).items():
+        if (size := getattr(engine, name)) != 1:
+            raise ValueError(f"{key}.{name}: expected 1, got {size}; of the engines here {engines} can have more")
+    if isinstance(engine, TorchtitanEngineConfig):
+        _one_of(f"{key}.attn_type", engine.attn_type, ("flex", "sdpa"))
+        _one_of(f"{key}.spmd_backend", engine.spmd_backend, ("partial_dtensor", "full_dtensor", "spmd_types"))
     if engine.stats_memory_budget is not None:
         _at_least(f"{key}.stats_memory_budget", engine.stats_memory_budget, 1)
         if engine.entropy_from_logits_with_chunking:
@@ -70,8 +86,8 @@ def _check_strategies(arr: ActorRolloutRefConfig) -> None:
             raise ValueError(
                 f"actor_rollout_ref.{name}.strategy: expected {found}, whose options this configuration has, and the "
                 f"same for actor and ref, got {part.strategy}; for {wanted} give "
-                f"actor@actor_rollout_ref.actor={group}_actor ref@actor_rollout_ref.ref={group}_ref"
-                + (" or --config-name ppo_megatron_trainer" if wanted == "megatron" else "")
+                f"actor@actor_rollout_ref.actor={group}_actor ref@actor_rollout_ref.ref={group}_ref "
+                f"or --config-name {CONFIG_NAMES[wanted]}"
             )
 
 

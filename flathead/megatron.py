@@ -70,7 +70,7 @@ def _entropy(logits: Tensor, chunk_size: int | None, vocab_size: int | None, sha
 def _group() -> dist.ProcessGroup:
     """Megatron's tensor-parallel group. Errors: ModuleNotFoundError without Megatron-Core, ValueError before its groups
     are made."""
-    from flathead.engines.megatron_cpu import import_megatron
+    from flathead.engines._cpu import import_megatron
 
     import_megatron("megatron.core.parallel_state")
     from megatron.core import parallel_state

@@ -103,7 +103,7 @@ def _keys_given(overrides: Iterable[str]) -> set[str]:
     return {key for override in parsed for key in below(override.key_or_group, override.value())}
 
 
-GENERATED = ("ppo_trainer", "ppo_megatron_trainer")
+GENERATED = tuple(schema.CONFIG_NAMES.values())
 
 
 def generated(config_name: str) -> str:

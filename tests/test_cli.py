@@ -132,9 +132,21 @@ MISTAKES = {
         "actor.entropy_from_logits_chunk_size: expected integer, got '2k'",
     ),
     "chunk null": (["actor.entropy_from_logits_chunk_size=null"], "actor.entropy_from_logits_chunk_size: "),
-    "engine without code": (
-        ["actor@actor_rollout_ref.actor=veomni_actor", "ref@actor_rollout_ref.ref=veomni_ref"],
-        "actor_rollout_ref.actor.strategy: expected an engine of this version, fsdp or megatron, got veomni",
+    "engine without its package": (
+        ["--config-name", "ppo_veomni_trainer"],
+        'veomni is not installed; pip install "flathead[veomni]"',
+    ),
+    "veomni's tensor parallel": (
+        ["--config-name", "ppo_veomni_trainer", "actor.veomni.tensor_parallel_size=2"],
+        "veomni.tensor_parallel_size: expected 1, got 2; of the engines here fsdp, megatron, torchtitan or automodel",
+    ),
+    "automodel's context parallel": (
+        ["--config-name", "ppo_automodel_trainer", "actor.automodel_config.cp_size=2"],
+        "automodel_config.cp_size: expected 1, got 2; of the engines here megatron or torchtitan can have more",
+    ),
+    "torchtitan's pipeline": (
+        ["--config-name", "ppo_torchtitan_trainer", "actor.torchtitan.pipeline_parallel_size=2"],
+        "torchtitan.pipeline_parallel_size: expected 1, got 2; of the engines here megatron can have more",
     ),
     "megatron's layout": (
         ["--config-name", "ppo_megatron_trainer", "actor.megatron.tensor_model_parallel_size=2"],

@@ -8,7 +8,7 @@ import torch
 
 from flathead.batch import PackedBatch
 from flathead.config import McoreEngineConfig
-from flathead.engines.megatron_cpu import import_megatron, on_this_device
+from flathead.engines._cpu import import_megatron, on_this_device
 from flathead.engines.megatron_pack import Pack
 from tests.support.models import tiny
 

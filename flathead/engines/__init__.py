@@ -1,62 +1,71 @@
 """Engines: how a model is built, sharded, run and stepped. Which one follows from the type of its options."""
 
 import sys
-from typing import TYPE_CHECKING
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
-from flathead.config import EngineConfig, FSDPEngineConfig, McoreEngineConfig, OptimConfig
+from flathead import config as schema
+from flathead.config import EngineConfig, OptimConfig
 
 if TYPE_CHECKING:  # an engine imports its framework
     from flathead.engines.base import Engine
     from flathead.lm_head import HuggingFaceModel
 
-AVAILABLE = ("fsdp", "megatron")
+
+class Adapter(NamedTuple):
+    """name: of the class in the module of its strategy. sizes: the options over which one model is divided."""
+
+    config: type[EngineConfig]
+    name: str
+    sizes: tuple[str, ...]
+
+
+ADAPTERS = {
+    "fsdp": Adapter(schema.FSDPEngineConfig, "FSDPEngine", ("tensor_parallel_size",)),
+    "megatron": Adapter(
+        schema.McoreEngineConfig,
+        "MegatronEngine",
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+    ),
+    "torchtitan": Adapter(
+        schema.TorchtitanEngineConfig, "TorchTitanEngine", ("tensor_parallel_size", "context_parallel_size")
+    ),
+    "automodel": Adapter(schema.AutomodelEngineConfig, "AutomodelEngine", ("tp_size",)),
+    "veomni": Adapter(schema.VeOmniEngineConfig, "VeOmniEngine", ("ulysses_parallel_size",)),
+}
 
 
 def check_available(strategy: str) -> None:
-    """Errors: ValueError for an engine that can be configured but is not part of this version; ModuleNotFoundError
-    where its framework is not installed."""
-    if strategy not in AVAILABLE:
-        raise ValueError(
-            f"actor_rollout_ref.actor.strategy: expected an engine of this version, {' or '.join(AVAILABLE)}, got "
-            f"{strategy}"
-        )
-    if strategy == "megatron":
-        from flathead.engines.megatron_cpu import import_megatron
+    """Errors: ModuleNotFoundError where the engine's framework is not installed, naming the extra that brings it."""
+    from flathead.engines import _cpu
 
-        import_megatron()
+    if (load := getattr(_cpu, f"import_{strategy}", None)) is not None:
+        load()
 
 
 def make_engine(model: "HuggingFaceModel", config: EngineConfig, optim: OptimConfig) -> "Engine":
     """The engine of these options, on all processes of the default group."""
-    if isinstance(config, FSDPEngineConfig):
-        from flathead.engines.fsdp import FSDPEngine
-
-        return FSDPEngine(model, config, optim)
-    assert isinstance(config, McoreEngineConfig), "check_available comes first"
-    from flathead.engines.megatron import MegatronEngine
-
-    return MegatronEngine(model, config, optim)
+    strategy = _strategy_of(config)
+    return getattr(_module(strategy), ADAPTERS[strategy].name)(model, config, optim)
 
 
 def layout_of(config: EngineConfig) -> dict[str, int]:
     """The sizes, by their option, over which one model's computation is divided; what is left over is data parallel."""
-    if isinstance(config, FSDPEngineConfig):
-        names: tuple[str, ...] = ("tensor_parallel_size",)
-    else:
-        names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    return {name: getattr(config, name) for name in names}
+    return {name: getattr(config, name) for name in ADAPTERS[_strategy_of(config)].sizes}
 
 
 def check_layout(config: EngineConfig, world: int, key: str = "engine") -> None:
     """Errors: ValueError where the sizes do not divide the processes; `key`: where the configuration stands."""
-    if isinstance(config, FSDPEngineConfig):
-        from flathead.engines import fsdp
+    _module(_strategy_of(config)).check_layout(config, world, key)
 
-        fsdp.check_layout(config, world, key)
-    elif isinstance(config, McoreEngineConfig):
-        from flathead.engines import megatron
 
-        megatron.check_layout(config, world, key)
+def _strategy_of(config: EngineConfig) -> str:
+    return next(strategy for strategy, adapter in ADAPTERS.items() if type(config) is adapter.config)
+
+
+def _module(strategy: str) -> ModuleType:
+    return import_module(f"flathead.engines.{strategy}")
 
 
 def leave_groups() -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from flathead.config import McoreEngineConfig, OptimConfig, lr_factor
 from flathead.config_checks import check_engine
+from flathead.engines._cpu import import_megatron, on_this_device
 from flathead.engines.base import Engine, MicroStep, SavedForm, local_device
-from flathead.engines.megatron_cpu import import_megatron, on_this_device
 from flathead.engines.megatron_pack import Pack
 from flathead.lm_head import HuggingFaceModel
 from flathead.vocab_shard import VocabShard

@@ -3,7 +3,7 @@
     embedding, head      weight S(0)@TP, padded to a multiple of TP      qkv, gate and up   weight S(0)@TP
     norms                replicated                                     proj, down         weight S(1)@TP
 
-Import this module only after `megatron_cpu.import_megatron()`.
+Import this module only after `_cpu.import_megatron()`.
 """
 
 from collections.abc import Iterator

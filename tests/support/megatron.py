@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from flathead.engines.megatron_cpu import import_megatron, on_this_device
+from flathead.engines._cpu import import_megatron, on_this_device
 
 
 def leave_megatron_groups() -> None:

@@ -1,7 +1,8 @@
-"""Megatron-Core without CUDA: its "cuda" is this CPU, for as long as `on_this_device` is open.
+"""The engines' packages, imported for the device there is: without CUDA, what they call "cuda" is this CPU.
 
-Megatron names the device itself: `device="cuda"`, `torch.cuda.current_device()`, types like "torch.cuda.FloatTensor".
 Only where things live is changed here, never what is computed; with CUDA nothing is.
+Megatron-Core names the device itself: `device="cuda"`, `torch.cuda.current_device()`, types like
+"torch.cuda.FloatTensor"; its "cuda" is the CPU for as long as `on_this_device` is open.
 """
 
 import sys
@@ -99,9 +100,28 @@ def import_megatron(*modules: str) -> None:
             for module in modules:
                 import_module(module)
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in ("megatron", "mbridge", "einops"):
-            raise
-        raise ModuleNotFoundError(
-            f'{missing} is not installed; pip install "flathead[megatron]"', name=missing
-        ) from error
+        raise _named(error, "megatron", "megatron", "mbridge", "einops") from error
+
+
+def _named(error: ModuleNotFoundError, extra: str, *modules: str) -> ModuleNotFoundError:
+    """The error again, naming the extra that brings the module, if it is one of those."""
+    missing = (error.name or "").partition(".")[0]
+    if missing not in modules:
+        return error
+    return ModuleNotFoundError(f'{missing} is not installed; pip install "flathead[{extra}]"', name=missing)
+
+
+def import_automodel() -> None:
+    """Errors: ModuleNotFoundError naming the extra that brings NeMo Automodel."""
+    try:
+        import_module("nemo_automodel")
+    except ModuleNotFoundError as error:
+        raise _named(error, "automodel", "nemo_automodel", "torchao", "torchdata") from error
+
+
+def import_veomni() -> None:
+    """Errors: ModuleNotFoundError naming the extra that brings VeOmni."""
+    try:
+        import_module("veomni")
+    except ModuleNotFoundError as error:
+        raise _named(error, "veomni", "veomni", "torchdata") from error

@@ -1,0 +1,5 @@
+"""The NeMo Automodel engine keeps the contract on one, two and four processes. Runs where NeMo Automodel is installed."""
+
+from tests.engine_contract.launches import launched
+
+test_on_ranks = launched("automodel", 1, 2, 4)

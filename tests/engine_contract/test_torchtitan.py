@@ -1,0 +1,5 @@
+"""The TorchTitan engine keeps the contract on one, two and four processes. Runs where TorchTitan is installed."""
+
+from tests.engine_contract.launches import launched
+
+test_on_ranks = launched("torchtitan", 1, 2, 4)

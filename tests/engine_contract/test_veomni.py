@@ -1,0 +1,5 @@
+"""The VeOmni engine keeps the contract on one, two and four processes. Runs where VeOmni is installed."""
+
+from tests.engine_contract.launches import launched
+
+test_on_ranks = launched("veomni", 1, 2, 4)
