@@ -1,4 +1,4 @@
-"""The NeMo Automodel engine keeps the contract on one, two and four processes. Runs where NeMo Automodel is installed."""
+"""The NeMo Automodel engine keeps the contract on one, two and four processes, where that package is installed."""
 
 from tests.engine_contract.launches import launched
 

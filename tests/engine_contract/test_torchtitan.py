@@ -1,4 +1,4 @@
-"""The TorchTitan engine keeps the contract on one, two and four processes. Runs where TorchTitan is installed."""
+"""The TorchTitan engine keeps the contract on one, two and four processes. Runs where it is installed."""
 
 from tests.engine_contract.launches import launched
 

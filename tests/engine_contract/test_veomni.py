@@ -1,4 +1,4 @@
-"""The VeOmni engine keeps the contract on one, two and four processes. Runs where VeOmni is installed."""
+"""The VeOmni engine keeps the contract on one, two and four processes. Runs where it is installed."""
 
 from tests.engine_contract.launches import launched
 

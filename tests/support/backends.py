@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-# Of each: the distribution, and the test modules that need it. The main environment has those of FSDP and Megatron-Core.
+# Of each: the distribution, and the test modules that need it. The main environment has Megatron-Core.
 BACKENDS = {
     "megatron": (
         "megatron-core",
