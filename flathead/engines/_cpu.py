@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -109,6 +110,45 @@ def _named(error: ModuleNotFoundError, extra: str, *modules: str) -> ModuleNotFo
     if missing not in modules:
         return error
     return ModuleNotFoundError(f'{missing} is not installed; pip install "flathead[{extra}]"', name=missing)
+
+
+def import_torchtitan() -> None:
+    """Imports what the engine needs of TorchTitan, for the device there is.
+
+    On a CPU it takes the CPU for its device, flex attention, which has no backward there, is SDPA with the same mask,
+    and expert parallelism's kernels, which import Triton, are left out.
+    Errors: ModuleNotFoundError naming the extra that brings it.
+    """
+    if "torchtitan.models.qwen3" in sys.modules:
+        return
+    try:
+        if torch.cuda.is_available():
+            import_module("torchtitan.models.qwen3")
+            return
+        import_module("torchtitan")
+        kernels = ModuleType("torchtitan.distributed.minimal_async_ep")
+        for name in ("combine_op", "dispatch_op", "init_buffer", "MinimalAsyncEPDispatchMetadata"):
+            setattr(kernels, name, None)
+        kernels.maybe_update_minimal_async_ep_config = lambda *_: None
+        sys.modules |= {kernels.__name__: kernels, f"{kernels.__name__}.api": kernels}
+        with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
+            import_module("torchtitan.models.qwen3")
+    except ModuleNotFoundError as error:
+        raise _named(error, "torchtitan", "torchtitan", "torchdata", "spmd_types", "tyro") from error
+    attention = import_module("torchtitan.models.common.attention")
+    attention._compiled_create_block_mask = attention.create_block_mask
+    attention.FlexAttention._compiled_flex_attn = staticmethod(_masked_sdpa)
+
+
+def _masked_sdpa(
+    q_BNLH: Tensor, k_BNSH: Tensor, v_BNSH: Tensor, *, block_mask: Any, scale: float | None, enable_gqa: bool, **_: Any
+) -> tuple[Tensor, None]:
+    """Flex attention's values and gradients by the whole mask."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    mask = create_mask(block_mask.mask_mod, 1, 1, q_BNLH.shape[2], k_BNSH.shape[2], device=q_BNLH.device.type)
+    options = {"attn_mask": mask, "scale": scale, "enable_gqa": enable_gqa}
+    return torch.nn.functional.scaled_dot_product_attention(q_BNLH, k_BNSH, v_BNSH, **options), None
 
 
 def import_automodel() -> None:

@@ -114,6 +114,30 @@ def local_device() -> torch.device:
     return device
 
 
+def join_default_group(device: torch.device) -> None:
+    """One process alone has a default group of its own, for frameworks that take one for granted."""
+    from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # documented there
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+
+
+def over_context(
+    result: dict[str, Tensor], step: MicroStep, rows: Tensor, group: dist.ProcessGroup | None
+) -> dict[str, Tensor]:
+    """What a rank has from its rows of a micro-batch -> the same on all ranks that share it: sums, statistics (N).
+
+    group: None where a rank has all rows. The rows are ascending; the statistics may begin with no more than them.
+    """
+    if step.loss_fn is None:
+        rows, total = rows.to(step.batch.input_ids_N.device), len(step.batch.input_ids_N)
+        result = {n: v.new_zeros(total).index_put_((rows,), v[: len(rows)]) for n, v in result.items()}
+    if group is not None:
+        for value in result.values():
+            dist.all_reduce(value, group=group)
+    return result
+
+
 @dataclass(frozen=True)
 class SavedForm:
     """What a model is saved as: like the one that came."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from flathead.config import McoreEngineConfig, OptimConfig, lr_factor
 from flathead.config_checks import check_engine
 from flathead.engines._cpu import import_megatron, on_this_device
-from flathead.engines.base import Engine, MicroStep, SavedForm, local_device
+from flathead.engines.base import Engine, MicroStep, SavedForm, join_default_group, local_device, over_context
 from flathead.engines.megatron_pack import Pack
 from flathead.lm_head import HuggingFaceModel
 from flathead.vocab_shard import VocabShard
@@ -76,12 +76,9 @@ class MegatronEngine(Engine):
         """Megatron's process groups: made by the first engine, shared by the following ones."""
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
-        from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]  # documented there
 
         mpu: Any = parallel_state  # which types groups as `ProcessGroup | int`
-        if not dist.is_initialized():
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        join_default_group(self.device)
         config = self.config
         wanted = (
             config.tensor_model_parallel_size,
@@ -201,7 +198,8 @@ class MegatronEngine(Engine):
             if self._pp_size > 1:
                 self.model.set_input_tensor([None])  # else the stage before's last hidden states stay
             results = self._over_stages(results)
-            return [self._over_context(r, s, p) for r, s, p in zip(results, steps, packs, strict=True)]
+            group = self.cp_group if self.cp_size > 1 else None
+            return [over_context(r, s, p.rows, group) for r, s, p in zip(results, steps, packs, strict=True)]
 
     @property
     def _multiple(self) -> int:
@@ -282,16 +280,6 @@ class MegatronEngine(Engine):
         held: list[Any] = [[{n: v.cpu() for n, v in result.items()} for result in results]]
         dist.broadcast_object_list(held, src=self._last_stage, group=self._pp_group)
         return [{n: v.to(self.device) for n, v in result.items()} for result in held[0]]
-
-    def _over_context(self, result: dict[str, Tensor], step: MicroStep, pack: Pack) -> dict[str, Tensor]:
-        """Sums over context-parallel ranks; statistics (own rows) -> (N)."""
-        if step.loss_fn is None:
-            rows, total = pack.rows, len(step.batch.input_ids_N)
-            result = {n: v.new_zeros(total).index_put_((rows,), v[: len(rows)]) for n, v in result.items()}
-        if self.cp_size > 1:
-            for value in result.values():
-                dist.all_reduce(value, group=self.cp_group)
-        return result
 
     def train_mode(self, training: bool) -> None:
         self._chunk.train(training)

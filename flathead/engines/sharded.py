@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -73,6 +74,7 @@ class ShardedEngine(Engine):
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         persistent = self.model.state_dict().keys()
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            name = name.replace(_CHECKPOINT_PREFIX, "")  # of recomputed layers, which state_dict leaves out
             if name in persistent:
                 tensor = tensor.detach()
                 yield name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
