@@ -136,7 +136,8 @@ def import_torchtitan() -> None:
     except ModuleNotFoundError as error:
         raise _named(error, "torchtitan", "torchtitan", "torchdata", "spmd_types", "tyro") from error
     attention = import_module("torchtitan.models.common.attention")
-    attention._compiled_create_block_mask = attention.create_block_mask
+    context = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    attention._compiled_create_block_mask = context._compiled_create_block_mask = attention.create_block_mask
     attention.FlexAttention._compiled_flex_attn = staticmethod(_masked_sdpa)
 
 
