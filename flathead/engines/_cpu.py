@@ -155,9 +155,31 @@ def _masked_sdpa(
 def import_automodel() -> None:
     """Errors: ModuleNotFoundError naming the extra that brings NeMo Automodel."""
     try:
-        import_module("nemo_automodel")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that Transformer Engine and Apex, which are not used here, are missing
+            import_module("nemo_automodel._transformers.auto_model")
     except ModuleNotFoundError as error:
         raise _named(error, "automodel", "nemo_automodel", "torchao", "torchdata") from error
+
+
+class _TorchHere:
+    """torch, whose every device is the CPU."""
+
+    device = staticmethod(lambda *_: torch.device("cpu"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@contextmanager
+def automodel_on_this_device() -> Iterator[None]:
+    """Inside, Automodel builds models on the device there is."""
+    if torch.cuda.is_available():
+        yield
+        return
+    builder = import_module("nemo_automodel._transformers.auto_model")
+    with patch.object(builder, "torch", _TorchHere()), patch.object(torch.cuda, "current_device", _TorchHere.device):
+        yield
 
 
 def import_veomni() -> None:
