@@ -5,12 +5,14 @@ Megatron-Core names the device itself: `device="cuda"`, `torch.cuda.current_devi
 "torch.cuda.FloatTensor"; its "cuda" is the CPU for as long as `on_this_device` is open.
 """
 
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from importlib import import_module
-from types import ModuleType
+from io import StringIO
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -183,8 +185,55 @@ def automodel_on_this_device() -> Iterator[None]:
 
 
 def import_veomni() -> None:
-    """Errors: ModuleNotFoundError naming the extra that brings VeOmni."""
+    """Imports what the engine needs of VeOmni, for the device there is.
+
+    On a CPU its flash attention, with which it computes under Ulysses, is SDPA sequence by sequence.
+    Errors: ModuleNotFoundError naming the extra that brings it.
+    """
+    if "veomni.models" in sys.modules:
+        return
     try:
-        import_module("veomni")
+        with quiet_veomni(), patch.dict(os.environ, VEOMNI_VERBOSITY=os.environ.get("VEOMNI_VERBOSITY", "ERROR")):
+            import_module("veomni.models")
     except ModuleNotFoundError as error:
         raise _named(error, "veomni", "veomni", "torchdata") from error
+    if not torch.cuda.is_available():
+        flash = import_module("veomni.ops.kernels.attention.flash")
+        flash._load_veomni_local_flash_kernel = lambda _: SimpleNamespace(
+            flash_attn_func=None, flash_attn_varlen_func=None
+        )
+        flash._flash_attention_forward = _packed_sdpa
+
+
+@contextmanager
+def quiet_veomni() -> Iterator[None]:
+    """Inside, VeOmni prints nothing, and the loss it gives to Hugging Face's models is theirs again afterwards."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    with redirect_stdout(StringIO()), patch.dict(LOSS_MAPPING):
+        yield
+
+
+def _packed_sdpa(
+    q_BSND: Tensor,
+    k_BSND: Tensor,
+    v_BSND: Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: Tensor,
+    softmax_scale: float | None,
+    sliding_window: int | None,
+    dropout: float,
+    **_: Any,
+) -> Tensor:
+    """Flash attention's values and gradients for packed sequences."""
+    from flathead.engines.packed_attention import packed_sdpa
+
+    heads = (states.transpose(1, 2) for states in (q_BSND, k_BSND, v_BSND))
+    return packed_sdpa(
+        *heads,
+        tuple(cu_seq_lens_q.tolist()),
+        dropout=dropout,
+        scaling=softmax_scale,
+        sliding_window=sliding_window,
+    )

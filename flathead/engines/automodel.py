@@ -17,7 +17,7 @@ from flathead.engines._cpu import automodel_on_this_device, import_automodel
 from flathead.engines.base import SavedForm, join_default_group, local_device
 from flathead.engines.packed_attention import use_packed_attention
 from flathead.engines.sharded import HeadForward, HuggingFaceEngine, check_packing, load_whole, weights_of_rank_0
-from flathead.engines.tensor_parallel import check_tensor_parallel
+from flathead.engines.tensor_parallel import check_tensor_parallel, plan_of
 from flathead.lm_head import HuggingFaceModel, check_model
 
 
@@ -36,8 +36,7 @@ class AutomodelEngine(HuggingFaceEngine):
         check_layout(config, dist.get_world_size() if dist.is_initialized() else 1)
         import_automodel()
         check_model(model)
-        if config.tp_size > 1:
-            check_tensor_parallel(model, config.tp_size)
+        _check_heads(model, config.tp_size)
         self.config, self.optim = config, optim
         self.device = local_device()
         self.saved_form = SavedForm.of(model)
@@ -61,9 +60,11 @@ class AutomodelEngine(HuggingFaceEngine):
         precision = MixedPrecisionPolicy()
         if self.config.dtype != "float32":
             precision = MixedPrecisionPolicy(self._dtype, reduce_dtype=torch.float32)
+        # Automodel's own plan leaves the gradients of Qwen3's q_norm and k_norm unsummed over TP.
+        plan = plan_of(model, self.config.tp_size) if self.config.tp_size > 1 else None
         with automodel_on_this_device():
             setup = DistributedSetup.build(
-                strategy=FSDP2Config(sequence_parallel=False, mp_policy=precision),
+                strategy=FSDP2Config(sequence_parallel=False, mp_policy=precision, tp_plan=plan),
                 parallelism_sizes=ParallelismSizes(
                     dp_replicate_size=self.config.dp_replicate_size, tp_size=self.config.tp_size
                 ),
@@ -95,6 +96,18 @@ class AutomodelEngine(HuggingFaceEngine):
         if isinstance(self.model, FSDPModule) or self.config.dtype == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, self._dtype)
+
+
+def _check_heads(model: HuggingFaceModel, tp: int) -> None:
+    if tp == 1:
+        return
+    check_tensor_parallel(model, tp)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(model.config, name)) % tp:
+            raise ValueError(
+                f"tp_size({tp}) does not divide {name} {heads}, as NeMo Automodel needs; set it to "
+                f"{', '.join(str(n) for n in range(1, tp) if heads % n == 0)}, or use strategy=fsdp"
+            )
 
 
 def check_layout(config: AutomodelEngineConfig, world: int, key: str = "engine") -> None:

@@ -69,6 +69,22 @@ def _attention(
 
         kwargs |= {"dropout": dropout, "scaling": scaling, "sliding_window": sliding_window}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return packed_sdpa(
+        query, key, value, cu_seqlens, dropout=dropout, scaling=scaling, sliding_window=sliding_window
+    ), None
+
+
+def packed_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: tuple[int, ...],
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """query (1, heads, N, D), key and value (1, kv heads, N, D) -> (1, N, heads, D), causal in each sequence."""
     pieces = []
     for start, stop in pairwise(cu_seqlens):
         q, k, v = (states[:, :, start:stop] for states in (query, key, value))
@@ -85,7 +101,7 @@ def _attention(
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         )
-    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(pieces, dim=2).transpose(1, 2).contiguous()
 
 
 def _windowed(tokens: int, window: int, device: torch.device) -> Tensor:

@@ -11,7 +11,6 @@ Errors: ValueError for another family, for a part of a layer not named here, and
 
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -43,23 +42,29 @@ def check_tensor_parallel(model: HuggingFaceModel, tp: int) -> None:
             raise ValueError(f"tensor_parallel_size {tp}: {name} of {type(model).__name__} has no place in the plan")
 
 
-def shard_over_tp(model: HuggingFaceModel, mesh: DeviceMesh) -> None:
-    """Replaces the weights of the (checked) model by their DTensor shards over the one-dimensional mesh."""
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
+def plan_of(model: HuggingFaceModel, tp: int) -> dict[str, Any]:
+    """How each module of the (checked) model is divided, `*` being every layer."""
+    whole = Replicate()
     styles: dict[str, Any] = {
         **dict.fromkeys(_COLUMN_WISE, ColwiseParallel()),
         **dict.fromkeys(_ROW_WISE, RowwiseParallel()),
         # Heads are dimension 2 of (batch, token, head, channel): "sequence" is torch's name, not what it does here.
         **dict.fromkeys(_PER_HEAD, SequenceParallel(sequence_dim=2, use_local_output=True)),
     }
-    if not _heads_divide(model.config, mesh.size()):
+    if not _heads_divide(model.config, tp):
         styles = {name: style for name, style in styles.items() if not name.startswith("self_attn.")}
-    for layer in model.model.layers:
-        present = {name: style for name, style in styles.items() if _has(layer, name)}
-        parallelize_module(layer, mesh, present)
-    whole = Replicate()
-    parallelize_module(model.model, mesh, {"embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=whole)})
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=whole)})
+    present = dict(model.model.layers[0].named_modules()).keys()
+    return {
+        **{f"model.layers.*.{name}": style for name, style in styles.items() if name in present},
+        "model.embed_tokens": RowwiseParallel(input_layouts=whole, output_layouts=whole),
+        "lm_head": ColwiseParallel(output_layouts=whole),
+    }
+
+
+def shard_over_tp(model: HuggingFaceModel, mesh: DeviceMesh) -> None:
+    """Replaces the weights of the (checked) model by their DTensor shards over the one-dimensional mesh."""
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    parallelize_module(model, mesh, plan_of(model, mesh.size()))
     if tied:
         model.lm_head.weight = model.model.embed_tokens.weight
 
@@ -67,6 +72,3 @@ def shard_over_tp(model: HuggingFaceModel, mesh: DeviceMesh) -> None:
 def _heads_divide(config: Any, tp: int) -> bool:
     return config.num_attention_heads % tp == 0 and config.num_key_value_heads % tp == 0
 
-
-def _has(layer: nn.Module, name: str) -> bool:
-    return name in dict(layer.named_modules())
