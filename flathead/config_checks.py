@@ -62,7 +62,9 @@ def check_engine(key: str, engine: EngineConfig) -> None:
     if isinstance(engine, TorchtitanEngineConfig):
         _one_of(f"{key}.attn_type", engine.attn_type, ("flex", "flex_flash", "varlen"))
         if engine.attn_type == "varlen" and engine.context_parallel_size > 1:
-            raise ValueError(f"{key}.attn_type: expected flex with context_parallel_size {engine.context_parallel_size}, got varlen")
+            raise ValueError(
+                f"{key}.attn_type: expected flex with context_parallel_size {engine.context_parallel_size}, got varlen"
+            )
         _one_of(f"{key}.spmd_backend", engine.spmd_backend, ("partial_dtensor", "full_dtensor", "spmd_types"))
     if engine.stats_memory_budget is not None:
         _at_least(f"{key}.stats_memory_budget", engine.stats_memory_budget, 1)

@@ -146,7 +146,10 @@ def local_rows(tensor: Tensor, vocabulary: Tensor, vocab_dim: int) -> Tensor:
         vocab_dim %= vocabulary.ndim
         keep = {d for d, p in enumerate(vocabulary.placements) if getattr(p, "dim", None) != vocab_dim}
     placements = [p if d in keep and p.is_shard() else Replicate() for d, p in enumerate(tensor.placements)]
-    return tensor.redistribute(placements=placements).to_local()
+    rows = tensor.redistribute(placements=placements).to_local()
+    if (wait := getattr(rows, "trigger_wait", None)) is not None:
+        wait()  # torch keeps a collective's result until somebody reads it, and without labels nobody does
+    return rows
 
 
 def local_weight(weight: Tensor, hidden: Tensor) -> Tensor:

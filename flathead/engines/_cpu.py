@@ -128,17 +128,17 @@ def import_torchtitan() -> None:
             import_module("torchtitan.models.qwen3")
             return
         import_module("torchtitan")
-        kernels = ModuleType("torchtitan.distributed.minimal_async_ep")
+        kernels: Any = ModuleType("torchtitan.distributed.minimal_async_ep")
         for name in ("combine_op", "dispatch_op", "init_buffer", "MinimalAsyncEPDispatchMetadata"):
             setattr(kernels, name, None)
         kernels.maybe_update_minimal_async_ep_config = lambda *_: None
         sys.modules |= {kernels.__name__: kernels, f"{kernels.__name__}.api": kernels}
-        with patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"):
+        with patch("torch._utils._get_available_device_type", lambda: "cpu"):
             import_module("torchtitan.models.qwen3")
     except ModuleNotFoundError as error:
         raise _named(error, "torchtitan", "torchtitan", "torchdata", "spmd_types", "tyro") from error
-    attention = import_module("torchtitan.models.common.attention")
-    context = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
+    attention: Any = import_module("torchtitan.models.common.attention")
+    context: Any = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
     attention._compiled_create_block_mask = context._compiled_create_block_mask = attention.create_block_mask
     attention.FlexAttention._compiled_flex_attn = staticmethod(_masked_sdpa)
 
@@ -198,9 +198,9 @@ def import_veomni() -> None:
     except ModuleNotFoundError as error:
         raise _named(error, "veomni", "veomni", "torchdata") from error
     if not torch.cuda.is_available():
-        flash = import_module("veomni.ops.kernels.attention.flash")
+        flash: Any = import_module("veomni.ops.kernels.attention.flash")
         flash._load_veomni_local_flash_kernel = lambda _: SimpleNamespace(
-            flash_attn_func=None, flash_attn_varlen_func=None
+            flash_attn_func=_packed_sdpa, flash_attn_varlen_func=_packed_sdpa
         )
         flash._flash_attention_forward = _packed_sdpa
 
@@ -229,9 +229,10 @@ def _packed_sdpa(
     """Flash attention's values and gradients for packed sequences."""
     from flathead.engines.packed_attention import packed_sdpa
 
-    heads = (states.transpose(1, 2) for states in (q_BSND, k_BSND, v_BSND))
     return packed_sdpa(
-        *heads,
+        q_BSND.transpose(1, 2),
+        k_BSND.transpose(1, 2),
+        v_BSND.transpose(1, 2),
         tuple(cu_seq_lens_q.tolist()),
         dropout=dropout,
         scaling=softmax_scale,

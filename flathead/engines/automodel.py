@@ -4,6 +4,9 @@ Hugging Face's own layers (`force_hf`), sharded by Automodel's plans: its own Ll
 trains otherwise under tensor parallel. Statistics are computed where the head stood in the model's forward.
 """
 
+# NeMo Automodel is installed in an environment of its own, not where types are checked.
+# pyright: reportMissingImports=false
+
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -122,6 +122,12 @@ def join_default_group(device: torch.device) -> None:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
 
 
+def rows_of_part(step: MicroStep, part: int, size: int) -> Tensor:
+    """Which of a micro-batch's N entries are in its part-th part of `size` of them."""
+    total = len(step.batch.input_ids_N)
+    return torch.arange(min(part * size, total), min((part + 1) * size, total))
+
+
 def over_context(
     result: dict[str, Tensor], step: MicroStep, rows: Tensor, group: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
@@ -155,6 +161,7 @@ class SavedForm:
 class Engine(ABC):
     """A model on this process's devices. Data-parallel ranks are given different batches, the others the same one.
 
+    cp_size: ranks that divide a micro-batch's entries among them (context parallel, Ulysses).
     loss_scale: what turns the gradient this engine makes of a rank's loss into the gradient of the loss's sum over the
     data-parallel ranks; their number where the engine averages over them.
     """
@@ -165,6 +172,7 @@ class Engine(ABC):
     dp_rank: int = 0
     dp_size: int = 1
     tp_size: int = 1
+    cp_size: int = 1
     dp_group: dist.ProcessGroup | None = None
     loss_scale: float = 1.0
 

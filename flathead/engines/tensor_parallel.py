@@ -71,4 +71,3 @@ def shard_over_tp(model: HuggingFaceModel, mesh: DeviceMesh) -> None:
 
 def _heads_divide(config: Any, tp: int) -> bool:
     return config.num_attention_heads % tp == 0 and config.num_key_value_heads % tp == 0
-

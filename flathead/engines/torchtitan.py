@@ -4,6 +4,9 @@ The statistics are computed where its decoder calls the head: there the weight i
 and S(0)@TP. lm_head=fused: from hidden states; lm_head=logits: from its logits, S(-1)@TP.
 """
 
+# TorchTitan is installed in an environment of its own, not where types are checked.
+# pyright: reportMissingImports=false
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,14 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from flathead.config import OptimConfig, TorchtitanEngineConfig
 from flathead.config_checks import check_engine
 from flathead.engines._cpu import import_torchtitan
-from flathead.engines.base import MicroStep, SavedForm, join_default_group, local_device, over_context
+from flathead.engines.base import (
+    MicroStep,
+    SavedForm,
+    join_default_group,
+    local_device,
+    over_context,
+    rows_of_part,
+)
 from flathead.engines.sharded import ShardedEngine, weights_of_rank_0
 from flathead.lm_head import HuggingFaceModel
+from flathead.vocab_shard import local_rows
 
 _BLOCK = 128  # tokens of a block of flex attention's mask, which context parallel does not divide
 
@@ -145,8 +155,8 @@ class TorchTitanEngine(ShardedEngine):
         def head(hidden: Tensor) -> dict[str, Tensor]:
             kept = slice(max(len(pack.rows), 1))
             if self.config.lm_head == "fused":
-                whole = hidden.to_local() if isinstance(hidden, DTensor) else hidden
-                return own.from_hidden(whole[0, kept], self.model.lm_head.weight)
+                weight = self.model.lm_head.weight
+                return own.from_hidden(local_rows(hidden, weight, 0)[0, kept], weight)
             return own.from_logits(self._product(hidden)[0, kept])
 
         with self._head(head):
@@ -171,10 +181,8 @@ class TorchTitanEngine(ShardedEngine):
         return -(-len(step.batch.input_ids_N) // multiple) * multiple
 
     def _rows(self, step: MicroStep) -> Tensor:
-        """Which of a micro-batch's entries this rank computes."""
-        total, size = len(step.batch.input_ids_N), self._padded(step) // self.cp_size
-        first = self._dims.get_mesh("cp").get_local_rank() * size if self.cp_size > 1 else 0
-        return torch.arange(min(first, total), min(first + size, total))
+        part = self._dims.get_mesh("cp").get_local_rank() if self.cp_size > 1 else 0
+        return rows_of_part(step, part, self._padded(step) // self.cp_size)
 
     def _packed(self, step: MicroStep) -> _Pack:
         batch, padding = step.batch, self._padded(step) - len(step.batch.input_ids_N)

@@ -3,9 +3,11 @@
 Import this module only after `_cpu.import_torchtitan()`.
 """
 
+# TorchTitan is installed in an environment of its own, not where types are checked.
+# pyright: reportMissingImports=false
+
 from typing import Any
 
-import torch
 from torchtitan.models.common import ComplexRoPE, CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.config_utils import get_attention_config, make_ffn_config, make_gqa_config
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -89,4 +91,3 @@ def model_config(hf: Any, attn_type: str) -> Any:
         lm_head=Linear.Config(in_features=hf.hidden_size, out_features=hf.vocab_size),
         layers=[layer() for _ in range(hf.num_hidden_layers)],
     )
-

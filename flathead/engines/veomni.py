@@ -4,10 +4,11 @@ Statistics are computed where the head stood in the model's forward. Under Ulyss
 packed micro-batch; its attention exchanges the sequence for heads.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+# VeOmni is installed in an environment of its own, not where types are checked.
+# pyright: reportMissingImports=false
+
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from torch import Tensor
 from flathead.config import OptimConfig, VeOmniEngineConfig
 from flathead.config_checks import check_engine
 from flathead.engines._cpu import import_veomni, quiet_veomni
-from flathead.engines.base import MicroStep, SavedForm, join_default_group, local_device, over_context
+from flathead.engines.base import (
+    MicroStep,
+    SavedForm,
+    join_default_group,
+    local_device,
+    over_context,
+    rows_of_part,
+)
 from flathead.engines.packed_attention import use_packed_attention
 from flathead.engines.sharded import HeadForward, HuggingFaceEngine, check_packing, load_whole, weights_of_rank_0
 from flathead.lm_head import HuggingFaceModel, check_model
@@ -41,14 +49,14 @@ class VeOmniEngine(HuggingFaceEngine):
         check_layout(config, world)
         import_veomni()
         check_model(model)
-        self.sp_size = config.ulysses_parallel_size
-        _check_family(model, self.sp_size)
+        self.cp_size = config.ulysses_parallel_size
+        _check_family(model, self.cp_size)
         self.config, self.optim = config, optim
         self.device = local_device()
         self.saved_form = SavedForm.of(model)
         check_packing(model.to(self.device), packed={})
         join_default_group(self.device)
-        self.dp_size = world // self.sp_size
+        self.dp_size = world // self.cp_size
         self._parallel = self._parallel_state()
         if world > 1:
             self.dp_rank, self.dp_group = self._parallel.dp_rank, self._parallel.dp_group
@@ -57,7 +65,7 @@ class VeOmniEngine(HuggingFaceEngine):
         with self._parallelism(), quiet_veomni():
             self.model = self._built(model, world)
             load_whole(self.model, weights)
-        self._packed = self.sp_size > 1 or use_packed_attention(self.model)
+        self._packed = self.cp_size > 1 or use_packed_attention(self.model)
         self.model.forward = HeadForward(self.model, self.model.forward)
         self._make_optimizer()
 
@@ -69,7 +77,7 @@ class VeOmniEngine(HuggingFaceEngine):
             dp_size=self.dp_size,
             dp_replicate_size=self.dp_size // shard,
             dp_shard_size=shard,
-            ulysses_size=self.sp_size,
+            ulysses_size=self.cp_size,
             dp_mode="fsdp2",
             device_type=self.device.type,
             name=None,  # the state is this engine's, not the process's
@@ -95,7 +103,7 @@ class VeOmniEngine(HuggingFaceEngine):
             torch_dtype="float32",
             init_device="meta" if world > 1 else self.device.type,
             ops_implementation=OpsImplementationConfig(
-                attn_implementation="flash_attention_2" if self.sp_size > 1 else "sdpa",
+                attn_implementation="flash_attention_2" if self.cp_size > 1 else "sdpa",
                 **{f"{op}_implementation": "eager" for op in (*eager, *gated)},
             ),
         )
@@ -120,17 +128,17 @@ class VeOmniEngine(HuggingFaceEngine):
     def run(self, steps: list[MicroStep]) -> list[dict[str, Tensor]]:
         with self._parallelism():
             results = super().run(steps)
-        group = self._parallel.ulysses_group if self.sp_size > 1 else None
+        group = self._parallel.ulysses_group if self.cp_size > 1 else None
         return [over_context(r, s, self._rows(s), group) for r, s in zip(results, steps, strict=True)]
 
     def forward(self, step: MicroStep) -> dict[str, Tensor]:
-        if self.sp_size == 1:
+        if self.cp_size == 1:
             return super().forward(step)
         batch, size = step.batch, self._part(step)
-        padding = size * self.sp_size - len(batch.input_ids_N)
+        padding = size * self.cp_size - len(batch.input_ids_N)
         part = slice(self._parallel.ulysses_rank * size, (self._parallel.ulysses_rank + 1) * size)
         # What pads the batch is sequences of one token.
-        ends = (*batch.cu_seqlens, *range(batch.cu_seqlens[-1] + 1, size * self.sp_size + 1))
+        ends = (*batch.cu_seqlens, *range(batch.cu_seqlens[-1] + 1, size * self.cp_size + 1))
         ends_S = torch.tensor(ends, dtype=torch.int32, device=self.device)
         longest = max(batch.lengths)
         rows = self._rows(step)
@@ -148,13 +156,10 @@ class VeOmniEngine(HuggingFaceEngine):
 
     def _part(self, step: MicroStep) -> int:
         """How many entries each rank of a Ulysses group has of a micro-batch and what pads it."""
-        return -(-len(step.batch.input_ids_N) // self.sp_size)
+        return -(-len(step.batch.input_ids_N) // self.cp_size)
 
     def _rows(self, step: MicroStep) -> Tensor:
-        """Which of a micro-batch's entries this rank computes."""
-        total, size = len(step.batch.input_ids_N), self._part(step)
-        first = self._parallel.ulysses_rank * size if self.sp_size > 1 else 0
-        return torch.arange(min(first, total), min(first + size, total))
+        return rows_of_part(step, self._parallel.ulysses_rank if self.cp_size > 1 else 0, self._part(step))
 
 
 def _check_family(model: HuggingFaceModel, ulysses: int) -> None:

@@ -178,7 +178,7 @@ def every_sample_has_its_own_temperature(row: Row) -> None:
 
 def a_fused_head_makes_no_logits(row: Row) -> None:
     """Nor anything as large: in statistics and in a training step no tensor of this rank's tokens x vocabulary is made.
-    With lm_head=logits, the control, there is one. A vocabulary much larger than the batch: masks are tokens squared."""
+    With lm_head=logits, the control, there is one. The vocabulary is far above the batch, whose masks are (N, N)."""
     vocab_size = 4096
     tokens = [3 + i % 500 for i in range(60)]
     batch = PackedBatch.from_sequences([tokens[:20]] * 10, [tokens[20:]] * 10)
@@ -189,7 +189,7 @@ def a_fused_head_makes_no_logits(row: Row) -> None:
         model = tiny(ONE.family, tie_word_embeddings=ONE.tied, vocab_size=vocab_size)
         engine = row.make(model, OPTIM, lm_head=lm_head, **budget)
         engine.token_stats(batch)  # FSDP2 sets itself up in the first forward
-        logits_bytes = 4 * entries * vocab_size // (engine.tp_size * getattr(engine, "cp_size", 1))
+        logits_bytes = 4 * entries * vocab_size // (engine.tp_size * engine.cp_size)
         with TensorMemory() as memory:
             engine.token_stats(batch)
             engine.train_step(batch, loss_fn, STATS)
