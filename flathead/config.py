@@ -108,7 +108,8 @@ class TorchtitanEngineConfig(EngineConfig):
     """TorchTitan: FSDP2 x tensor parallel x context parallel; data_parallel_shard_size -1: all remaining ranks.
 
     sequence_parallel: between the layers' products hidden states are sharded over tensor-parallel ranks.
-    attn_type, spmd_backend: TorchTitan's. pipeline_parallel_size: not here; anything but 1 is refused.
+    attn_type: flex, or with CUDA flex_flash or varlen. spmd_backend: partial_dtensor, or in one process spmd_types.
+    pipeline_parallel_size: not here; anything but 1 is refused.
     """
 
     data_parallel_replicate_size: int = 1

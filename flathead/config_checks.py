@@ -65,7 +65,8 @@ def check_engine(key: str, engine: EngineConfig) -> None:
             raise ValueError(
                 f"{key}.attn_type: expected flex with context_parallel_size {engine.context_parallel_size}, got varlen"
             )
-        _one_of(f"{key}.spmd_backend", engine.spmd_backend, ("partial_dtensor", "full_dtensor", "spmd_types"))
+        # TorchTitan 0.3.0 has a third, full_dtensor, whose models take only inputs that are DTensors themselves.
+        _one_of(f"{key}.spmd_backend", engine.spmd_backend, ("partial_dtensor", "spmd_types"))
     if engine.stats_memory_budget is not None:
         _at_least(f"{key}.stats_memory_budget", engine.stats_memory_budget, 1)
         if engine.entropy_from_logits_with_chunking:

@@ -148,6 +148,23 @@ MISTAKES = {
         ["--config-name", "ppo_torchtitan_trainer", "actor.torchtitan.pipeline_parallel_size=2"],
         "torchtitan.pipeline_parallel_size: expected 1, got 2; of the engines here megatron can have more",
     ),
+    "torchtitan's attention": (
+        ["--config-name", "ppo_torchtitan_trainer", "actor.torchtitan.attn_type=sdpa"],
+        "actor_rollout_ref.actor.torchtitan.attn_type: expected one of flex, flex_flash, varlen, got 'sdpa'",
+    ),
+    "torchtitan's attention, under context parallel": (
+        [
+            "--config-name",
+            "ppo_torchtitan_trainer",
+            "actor.torchtitan.attn_type=varlen",
+            "actor.torchtitan.context_parallel_size=2",
+        ],
+        "torchtitan.attn_type: expected flex with context_parallel_size 2, got varlen",
+    ),
+    "torchtitan's backend": (
+        ["--config-name", "ppo_torchtitan_trainer", "actor.torchtitan.spmd_backend=full_dtensor"],
+        "torchtitan.spmd_backend: expected one of partial_dtensor, spmd_types, got 'full_dtensor'",
+    ),
     "megatron's layout": (
         ["--config-name", "ppo_megatron_trainer", "actor.megatron.tensor_model_parallel_size=2"],
         "tensor_model_parallel_size 2 x pipeline_model_parallel_size 1 x context_parallel_size 1 = 2 does not divide",

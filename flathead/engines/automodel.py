@@ -39,7 +39,7 @@ class AutomodelEngine(HuggingFaceEngine):
         check_layout(config, dist.get_world_size() if dist.is_initialized() else 1)
         import_automodel()
         check_model(model)
-        _check_heads(model, config.tp_size)
+        check_heads(model, config.tp_size)
         self.config, self.optim = config, optim
         self.device = local_device()
         self.saved_form = SavedForm.of(model)
@@ -101,7 +101,8 @@ class AutomodelEngine(HuggingFaceEngine):
         return torch.autocast(self.device.type, self._dtype)
 
 
-def _check_heads(model: HuggingFaceModel, tp: int) -> None:
+def check_heads(model: HuggingFaceModel, tp: int) -> None:
+    """Errors: ValueError for a model that tensor parallel over `tp` ranks cannot share."""
     if tp == 1:
         return
     check_tensor_parallel(model, tp)

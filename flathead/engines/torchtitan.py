@@ -204,7 +204,9 @@ class TorchTitanEngine(ShardedEngine):
 
 
 def check_layout(config: TorchtitanEngineConfig, world: int, key: str = "engine") -> None:
-    """Errors: ValueError where the sizes do not divide the processes; `key`: where the configuration stands."""
+    """Errors: ValueError where the sizes do not divide the processes, or TorchTitan's option does not run on them.
+
+    `key`: where the configuration stands."""
     sizes = {
         name: getattr(config, name)
         for name in ("data_parallel_replicate_size", "tensor_parallel_size", "context_parallel_size")
@@ -222,3 +224,10 @@ def check_layout(config: TorchtitanEngineConfig, world: int, key: str = "engine"
             f"{key}.data_parallel_shard_size: expected -1 or {world // product}, the ranks that {told} leaves of "
             f"{world} processes, got {shard}"
         )
+    if config.spmd_backend == "spmd_types" and world > 1:
+        raise ValueError(
+            f"{key}.spmd_backend: expected partial_dtensor on {world} processes, got spmd_types, with which TorchTitan "
+            "0.3.0 shards no model on torch 2.13"
+        )
+    if config.attn_type != "flex" and not torch.cuda.is_available():
+        raise ValueError(f"{key}.attn_type: expected flex on a CPU, got {config.attn_type}, which needs CUDA")

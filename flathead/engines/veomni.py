@@ -50,7 +50,7 @@ class VeOmniEngine(HuggingFaceEngine):
         import_veomni()
         check_model(model)
         self.cp_size = config.ulysses_parallel_size
-        _check_family(model, self.cp_size)
+        check_family(model, self.cp_size)
         self.config, self.optim = config, optim
         self.device = local_device()
         self.saved_form = SavedForm.of(model)
@@ -162,7 +162,8 @@ class VeOmniEngine(HuggingFaceEngine):
         return rows_of_part(step, self._parallel.ulysses_rank if self.cp_size > 1 else 0, self._part(step))
 
 
-def _check_family(model: HuggingFaceModel, ulysses: int) -> None:
+def check_family(model: HuggingFaceModel, ulysses: int) -> None:
+    """Errors: ValueError for a model that VeOmni does not have, or whose heads `ulysses` ranks cannot share."""
     config = model.config
     if config.model_type not in _FAMILIES:
         raise ValueError(

@@ -1,13 +1,20 @@
-"""The packages whose tests run in an environment of their own: `make test-torchtitan`, ..."""
+"""The backends and their tests, some in environments of their own: `make test-torchtitan`, ...
 
+    python -m tests.support.backends FILE NAME...
+
+prints what the test runs wrote into FILE, and fails unless each named backend's tests ran.
+"""
+
+import sys
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parents[1]
-# Of each: the distribution, and the test modules that need it. The main environment has Megatron-Core.
+# Of each: the distribution, and the test modules that need it.
 BACKENDS = {
+    "fsdp": ("torch", ("engine_contract/test_fsdp.py", "test_fsdp_engine.py")),
     "megatron": (
         "megatron-core",
         (
@@ -26,8 +33,6 @@ BACKENDS = {
         ("engine_contract/test_automodel.py", "test_automodel_engine.py", "test_trainer_automodel.py"),
     ),
     "veomni": ("veomni", ("engine_contract/test_veomni.py", "test_veomni_engine.py", "test_trainer_veomni.py")),
-    "verl": ("verl", ("hosts/test_verl.py",)),
-    "trl": ("trl", ("hosts/test_trl.py",)),
 }
 
 
@@ -47,7 +52,23 @@ def summary(reports: list[pytest.TestReport]) -> list[str]:
     """One line for each backend of this environment: version, and how many of its tests passed."""
     lines = []
     for name, (distribution, modules) in BACKENDS.items():
-        ran = [r.outcome for r in reports if r.when == "call" and r.nodeid.partition("::")[0][6:] in modules]
-        if (found := version(name)) is not None and ran:
-            lines.append(f"{name} ({distribution} {found}): {ran.count('passed')} of {len(ran)} tests passed")
+        own = [r for r in reports if r.nodeid.partition("::")[0].removeprefix("tests/") in modules]
+        ran, failed = {r.nodeid for r in own}, {r.nodeid for r in own if r.failed}
+        if ran and (found := version(name)) is not None:
+            passed = f"{len(ran) - len(failed)} of {len(ran)} tests passed"
+            lines.append(f"{name}: {passed} with {distribution} {found}, torch {metadata.version('torch')}")
     return lines
+
+
+def report(lines: Iterable[str], wanted: list[str]) -> tuple[str, bool]:
+    """(what ran and what did not, whether every wanted backend ran)."""
+    ran = {line.partition(":")[0]: line for line in lines}
+    shown = [ran.get(name, f"{name}: NOT RUN") for name in wanted]
+    return "\n".join(["backends", *(f"  {line}" for line in shown)]), all(name in ran for name in wanted)
+
+
+if __name__ == "__main__":
+    file, wanted = Path(sys.argv[1]), sys.argv[2:]
+    text, complete = report(file.read_text().splitlines() if file.exists() else [], wanted)
+    print(text)
+    sys.exit(not complete)
