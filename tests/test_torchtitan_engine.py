@@ -1,4 +1,4 @@
-"""The TorchTitan engine: what it refuses, and what the contract's models do not have. The numbers are the contract's."""
+"""The TorchTitan engine: what it refuses, and what the contract's models do not have; the contract has the numbers."""
 
 from typing import Any
 
@@ -126,4 +126,3 @@ def test_the_other_backend_runs_in_one_process() -> None:
         for backend in ("partial_dtensor", "spmd_types")
     ]
     assert got[1] == pytest.approx(got[0], rel=1e-6)
-

@@ -37,6 +37,8 @@ MODELS = [ModelCase(family, tied) for family in ("qwen3", "llama") for tied in (
 # SmolLM2's heads, which two ranks cannot share
 ODD = [ModelCase("llama", True, heads=(9, 3)), ModelCase("qwen3", False, heads=(3, 1)), ModelCase("qwen2", True)]
 ONE = ModelCase("qwen3", True)
+# Layouts of two kinds at once, on four ranks: what each alone has in full on two.
+COMBINED = [(MODELS[0], "fused"), (MODELS[1], "logits-chunked"), (MODELS[3], "fused-chunked")]
 PATHS: dict[str, dict[str, Any]] = {
     "fused": {"lm_head": "fused"},
     "fused-chunked": {
@@ -286,7 +288,7 @@ def contract(family: str, world: int) -> dict[str, Callable[[int, int], None]]:
     """The cases for a family's engines on that many ranks: name -> function of rank and world."""
     found: dict[str, Callable[[], None]] = {}
     for row in (row for row in ENGINES if (row.family, row.world) == (family, world)):
-        for case, path in product(MODELS, PATHS):
+        for case, path in product(MODELS, PATHS) if world < 4 else COMBINED:
             found[f"{row.name} {case} {path}"] = partial(training_equals_the_plain_loop, row, case, path)
         for case in (case for case in ODD if row.takes(case.family, case.heads)):
             found[f"{row.name} {case}"] = partial(training_equals_the_plain_loop, row, case, "fused")
