@@ -112,7 +112,7 @@ def what_runs(command: str) -> Iterator[str]:
         lines = subprocess.run(dry, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True, timeout=60)
         for line in lines.stdout.splitlines():
             if line.startswith(f"{BIN}/"):
-                yield from what_runs(line.removeprefix(f"{BIN}/"))
+                yield from what_runs(line.removeprefix(f"{BIN}/").removesuffix("\\"))  # of a longer command
     elif words[0] == "pip":
         assert_installable(words)
     elif words[0] not in ("ruff", "pyright") and words[:2] != ["python", "-m"]:

