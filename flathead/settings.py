@@ -64,11 +64,25 @@ def _check_keys(declared: DictConfig, overrides: list[str]) -> None:
             node, known = OmegaConf.select(node, part), f"{known}{part}."
 
 
+def _of_strategy(config_name: str, overrides: list[str]) -> list[str]:
+    """The overrides, and before them the engine's groups where `actor_rollout_ref.actor.strategy` alone names it.
+
+    Beside another engine's configuration or groups given by hand the two would contradict each other: check says so."""
+    given = dict(override.partition("=")[::2] for override in overrides)
+    strategy = schema.STRATEGIES.get(given.get("actor_rollout_ref.actor.strategy", ""))
+    grouped = any(key.lstrip("+~").startswith(_GROUPS) for key in given)
+    if strategy is None or grouped or config_name != schema.CONFIG_NAMES["fsdp"]:
+        return overrides
+    groups = (f"{part}@actor_rollout_ref.{part}={strategy.group}_{part}" for part in ("actor", "ref"))
+    return [*groups, *overrides]
+
+
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
     """The whole configuration, interpolations unresolved.
 
     Errors: ValueError naming an unknown key, a value of the wrong type, or an unknown configuration name.
     """
+    overrides = _of_strategy(config_name, overrides)
     with initialize_config_module("flathead.conf", version_base="1.3"):
         try:
             chosen = [override for override in overrides if override.lstrip("+~").startswith(_GROUPS)]

@@ -118,9 +118,19 @@ def test_the_flattened_reference_is_the_same_configuration() -> None:
         assert resolve(flat) == configure(name=name)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("strategy", schema.STRATEGIES)
+def test_the_strategy_alone_chooses_the_engine(strategy: str) -> None:
+    key = schema.STRATEGIES[strategy].key
+    switches = ("actor.use_kl_loss=true", f"actor.{key}.lm_head=logits")
+    given = (f"actor.strategy={strategy}", *switches)
+    assert configure(*given) == configure(*switches, name=schema.CONFIG_NAMES[strategy])
+    with pytest.raises(ValueError, match=rf"actor\.{key}\.lm_head: expected one of fused, logits, got 'foo'"):
+        configure(*given[:-1], f"actor.{key}.lm_head=foo")
+
+
 def test_another_engine_has_other_keys() -> None:
     with pytest.raises(ValueError, match=r"actor\.strategy: expected fsdp.* --config-name ppo_megatron_trainer"):
-        configure("actor.strategy=megatron")
+        configure("actor.strategy=megatron", "actor@actor_rollout_ref.actor=dp_actor")
     with pytest.raises(ValueError, match=r"actor\.strategy: expected megatron.*actor=dp_actor"):
         configure("actor.strategy=fsdp", name="ppo_megatron_trainer")
     with pytest.raises(ValueError, match=r"ref\.strategy: expected fsdp.*ref=megatron_ref"):
