@@ -64,17 +64,21 @@ def _check_keys(declared: DictConfig, overrides: list[str]) -> None:
             node, known = OmegaConf.select(node, part), f"{known}{part}."
 
 
+def _groups(overrides: list[str]) -> list[str]:
+    return [override for override in overrides if override.lstrip("+~").startswith(_GROUPS)]
+
+
 def _of_strategy(config_name: str, overrides: list[str]) -> list[str]:
     """The overrides, and before them the engine's groups where `actor_rollout_ref.actor.strategy` alone names it.
 
     Beside another engine's configuration or groups given by hand the two would contradict each other: check says so."""
-    given = dict(override.partition("=")[::2] for override in overrides)
-    strategy = schema.STRATEGIES.get(given.get("actor_rollout_ref.actor.strategy", ""))
-    grouped = any(key.lstrip("+~").startswith(_GROUPS) for key in given)
-    if strategy is None or grouped or config_name != schema.CONFIG_NAMES["fsdp"]:
+    key = "actor_rollout_ref.actor.strategy="
+    named = [override.removeprefix(key) for override in overrides if override.startswith(key)]
+    strategy = schema.STRATEGIES.get(named[-1]) if named else None
+    if strategy is None or _groups(overrides) or config_name != schema.CONFIG_NAMES["fsdp"]:
         return overrides
-    groups = (f"{part}@actor_rollout_ref.{part}={strategy.group}_{part}" for part in ("actor", "ref"))
-    return [*groups, *overrides]
+    chosen = (f"{part}@actor_rollout_ref.{part}={strategy.group}_{part}" for part in ("actor", "ref"))
+    return [*chosen, *overrides]
 
 
 def compose(config_name: str, overrides: list[str]) -> DictConfig:
@@ -85,8 +89,7 @@ def compose(config_name: str, overrides: list[str]) -> DictConfig:
     overrides = _of_strategy(config_name, overrides)
     with initialize_config_module("flathead.conf", version_base="1.3"):
         try:
-            chosen = [override for override in overrides if override.lstrip("+~").startswith(_GROUPS)]
-            _check_keys(hydra_compose(config_name, chosen), overrides)
+            _check_keys(hydra_compose(config_name, _groups(overrides)), overrides)
             return hydra_compose(config_name, overrides)
         except (HydraException, OmegaConfBaseException) as error:
             raise ValueError(f"{_one_line(error)}; {_HELP}") from error

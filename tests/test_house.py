@@ -163,14 +163,14 @@ def test_make_installs_when_something_changed_and_only_then(tmp_path: Path) -> N
 
     for target in ("train", "test", "lint", "bench", "test-fsdp", *(f"test-{backend}" for backend in ALONE)):
         backend = target.removeprefix("test-")
-        pins = f"constraints/{backend}.txt" if backend in ALONE else "constraints.txt"
+        constraints = f"constraints/{backend}.txt" if backend in ALONE else "constraints.txt"
         stamp = tmp_path / (f"env-{backend}" if backend in ALONE else "env") / ".flathead-installed"
         stamp.parent.mkdir(exist_ok=True)
         stamp.unlink(missing_ok=True)
         assert installs(target)
         stamp.write_text(f"{ROOT}\n")
         assert not installs(target)
-        for changed in ("pyproject.toml", pins):
+        for changed in ("pyproject.toml", constraints):
             assert installs(target, f"--what-if={changed}")
         stamp.write_text("another checkout, which this environment serves\n")
         assert installs(target)

@@ -37,8 +37,8 @@ MODELS = [ModelCase(family, tied) for family in ("qwen3", "llama") for tied in (
 # SmolLM2's heads, which two ranks cannot share
 ODD = [ModelCase("llama", True, heads=(9, 3)), ModelCase("qwen3", False, heads=(3, 1)), ModelCase("qwen2", True)]
 ONE = ModelCase("qwen3", True)
-# Layouts of two kinds at once, on four ranks: what each alone has in full on two.
-COMBINED = [(MODELS[0], "fused"), (MODELS[1], "logits-chunked"), (MODELS[3], "fused-chunked")]
+# Layouts of two kinds at once, on four ranks: every model and every path once, what two ranks have in all combinations.
+COMBINED = list(zip(MODELS, ("fused", "logits-chunked", "logits", "fused-chunked"), strict=True))
 PATHS: dict[str, dict[str, Any]] = {
     "fused": {"lm_head": "fused"},
     "fused-chunked": {
