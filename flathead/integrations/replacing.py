@@ -27,7 +27,8 @@ class Site:
     """`owner.name(*parameters)` becomes `new`.
 
     owner: "package.module" or "package.module:Class". parameters: the names the stock callable takes, in order; of an
-    autograd function those of its forward, without ctx. only_here: other modules keep the stock object.
+    autograd function those of its forward, without ctx. only_here: other modules keep the stock object. wraps: `new` is
+    called with the stock object, and what it returns takes its place.
     """
 
     owner: str
@@ -35,6 +36,7 @@ class Site:
     parameters: tuple[str, ...]
     new: Any
     only_here: bool = False
+    wraps: bool = False
 
     @property
     def path(self) -> str:
@@ -58,6 +60,7 @@ class Replacement:
     built: tuple[str, ...] = ()
     check: Callable[[], str | None] = lambda: None
     _stock: dict[Site, Any] = field(default_factory=dict)  # not empty: in place
+    _new: dict[Site, Any] = field(default_factory=dict)
 
     def apply(self) -> None:
         """Errors: ModuleNotFoundError without the host, RuntimeError if it does not fit, is in use, or has this."""
@@ -74,8 +77,9 @@ class Replacement:
         if version not in self.tested_versions:
             tested = ", ".join(self.tested_versions)
             warnings.warn(f"{self._us}: tested with {self.host} {tested}; {version} has the same names", stacklevel=3)
+        self._new = {site: site.new(old) if site.wraps else site.new for site, old in stock.items()}
         for site, old in stock.items():
-            self._rebind(site, old, site.new)
+            self._rebind(site, old, self._new[site])
         self._stock = stock
         names = "; ".join(f"{name} -> {new}" for name, new in self.table())
         log.info("flathead: %s %s: replaced %s", self.host, version, names)
@@ -84,12 +88,12 @@ class Replacement:
         """Puts every stock object back. Errors: RuntimeError when not in place, or replaced by others since."""
         if not self._stock:
             raise RuntimeError(f"{self._us}.remove: expected {self.host} with Flathead in it, got stock; call apply()")
-        for site in self._stock:
-            if inspect.getattr_static(_owner(site.owner), site.name) is not site.new:
+        for site, new in self._new.items():
+            if inspect.getattr_static(_owner(site.owner), site.name) is not new:
                 raise RuntimeError(f"{self._us}.remove: expected Flathead's {site.path}, got another; undo that first")
         for site, old in self._stock.items():
-            self._rebind(site, site.new, old)
-        self._stock = {}
+            self._rebind(site, self._new[site], old)
+        self._stock, self._new = {}, {}
 
     def table(self) -> list[tuple[str, str]]:
         """(name in the host, what stands there now) of everything replaced; empty when not in place."""
