@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flathead.token_stats import TokenStats, linear_token_stats, token_stats
-from flathead.vocab_shard import VocabShard
+from flathead.vocab_shard import VocabShard, is_dtensor
 
 
 @dataclass
@@ -182,7 +182,7 @@ def _from_hidden(
     call = current_call()
     stats = linear_token_stats(
         hidden,
-        weight,
+        _whole(weight) if is_dtensor(weight) else weight,
         labels.long(),
         temperature=temperature,
         stats=call.names,
@@ -192,6 +192,20 @@ def _from_hidden(
     call.sum_pi_squared = stats.sum_pi_squared
     assert stats.log_prob is not None
     return stats.log_prob, stats.entropy
+
+
+def _whole(weight: Any) -> Tensor:
+    """An untied head, which verl shards by itself under FSDP2 (and then reads from outside) -> all of it.
+
+    Its gradient is the mean over the ranks, as FSDP makes it of every other.
+    """
+    from torch.distributed.tensor import Partial
+
+    ranks = weight.device_mesh.size()
+    whole = weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
+    if whole.requires_grad:
+        whole.register_hook(lambda grad: grad / ranks)
+    return whole
 
 
 def _one(stats: TokenStats) -> Tensor:
