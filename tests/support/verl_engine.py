@@ -1,7 +1,6 @@
 """verl's real engines in a gloo process, with stock verl or with Flathead in it, and what float64 says to their batch."""
 
 import gc
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,13 +63,17 @@ def temperatures(rank: int, run: Run) -> Tensor:
     return torch.linspace(0.5, 1.5, samples) if run.per_sample_temperature else torch.full((samples,), TEMPERATURE)
 
 
-def weighted(values: dict[str, Tensor]) -> Tensor:
-    """A loss in which every token of every statistic counts differently."""
-    total = torch.zeros((), dtype=next(iter(values.values())).dtype)
-    for scale, name in zip((1.0, 0.3, 2.0), values, strict=False):
-        value = values[name]
-        total = total + scale * (value * torch.linspace(-1.0, 1.5, len(value), dtype=value.dtype)).sum()
-    return total
+def counted(rank: int, run: Run) -> Tensor:
+    """(N): all but the last token of each sequence, which predicts nothing: there verl's layouts differ."""
+    last = torch.tensor(lengths(rank, run)).cumsum(0) - 1
+    return torch.ones(int(last[-1]) + 1, dtype=torch.bool).index_fill(0, last, False)
+
+
+def weighted(values: dict[str, Tensor], kept: Tensor) -> Tensor:
+    """A loss in which every token of every statistic counts differently, and those not kept do not."""
+    weight = torch.linspace(-1.0, 1.5, len(kept), dtype=torch.float64) * kept
+    scales = {"log_probs": 1.0, "entropy": 0.3, "sum_pi_squared": 2.0}
+    return torch.stack([scales[name] * (value * weight.to(value.dtype)).sum() for name, value in values.items()]).sum()
 
 
 def micro_batch(rank: int, run: Run) -> Any:
@@ -154,7 +157,7 @@ def train(engine: Any, rank: int, run: Run) -> Outcome:
 
     def loss(model_output: dict, data: Any, dp_group: Any) -> tuple[Tensor, dict]:
         kept.update({name: model_output[name].values() for name in run.keys})
-        return weighted(kept), {}
+        return weighted(kept, counted(rank, run)), {}
 
     with engine.train_mode():
         engine.optimizer_zero_grad()
@@ -179,6 +182,58 @@ def outcome(rank: int, run: Run) -> Outcome:
         LlamaForCausalLM.forward = forward
         del engine
         gc.collect()
+
+
+def megatron_outcome(rank: int, run: Run, tp: int, sequence_parallel: bool) -> Outcome:
+    """The forward step of verl's Megatron engine on a Megatron model that needs no Transformer Engine.
+
+    verl's own builder asks for that; the model is put where the builder would put it. Every rank has rank 0's batch; the
+    gradients are those of this rank's shards, and of the norms, summed over sequence parallel ranks.
+    """
+    from flathead.config import McoreEngineConfig, OptimConfig
+    from flathead.engines._cpu import on_this_device
+    from flathead.engines.megatron import MegatronEngine
+
+    import_verl()
+    layout = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
+    frozen = tiny("llama", vocab_size=run.vocab).requires_grad_(False)
+    model = MegatronEngine(frozen, McoreEngineConfig(dtype="float32", **layout), OptimConfig()).model
+    model.requires_grad_(True)
+    engine = _megatron_engine(model, run)
+    batch = micro_batch(0, run)
+    with on_this_device(), TensorMemory() as memory:
+        output, _ = engine.forward_step(iter([batch]), model, None, lambda *args, **kwargs: None)
+        values = {name: output[name].values() for name in run.keys}
+        weighted(values, counted(0, run)).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    if sequence_parallel:
+        for name in gradients:
+            if "norm" in name:
+                dist.all_reduce(gradients[name])
+    return Outcome({name: value.detach() for name, value in values.items()}, gradients, memory.peak)
+
+
+def _megatron_engine(model: Any, run: Run) -> Any:
+    from types import SimpleNamespace
+
+    from verl.models.mcore.model_forward_fused import patch_fused_forward
+    from verl.workers import config as of
+    from verl.workers.engine import MegatronEngineWithLMHead
+
+    engine = MegatronEngineWithLMHead.__new__(MegatronEngineWithLMHead)
+    engine.engine_config = of.McoreEngineConfig(
+        use_fused_kernels=run.fused is not None,
+        entropy_from_logits_with_chunking=run.chunk_size is not None,
+        entropy_from_logits_chunk_size=run.chunk_size or 2048,
+        use_remove_padding=True,
+    )
+    hf_config = SimpleNamespace(architectures=["LlamaForCausalLM"])
+    tokenizer = SimpleNamespace(pad_token_id=0)
+    engine.model_config = SimpleNamespace(hf_config=hf_config, tokenizer=tokenizer, mtp=of.MtpConfig())
+    engine.tf_config, engine.enable_routing_replay, engine.module = model.config, False, [model]
+    if run.fused:
+        patch_fused_forward(model)
+    return engine
 
 
 @contextmanager
@@ -228,13 +283,8 @@ def truth(world: int, run: Run) -> tuple[list[dict[str, Tensor]], dict[str, Tens
             "sum_pi_squared": (2 * ln_p).exp().sum(-1),
         }
         named = {name: named[name] for name in run.keys}
-        weighted(named).backward()
+        weighted(named, counted(rank, run)).backward()
         values.append({name: value.detach() for name, value in named.items()})
         for name, parameter in model.named_parameters():
             model_grads[name] = model_grads.get(name, 0) + parameter.grad / world
     return values, model_grads
-
-
-def single_process() -> None:
-    """verl's engines expect a launcher's environment."""
-    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
