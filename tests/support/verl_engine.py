@@ -1,11 +1,14 @@
-"""verl's real engines in a gloo process, with stock verl or with Flathead in it, and what float64 says to their batch."""
+"""verl's real engines in a gloo process, stock or with Flathead in verl, and what float64 says to their batch."""
 
 import gc
+import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partialmethod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +27,11 @@ def environment(*, flathead: bool) -> dict[str, str]:
     return {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_MODULES": modules}
 
 
+def verl_environment() -> Any:
+    """Inside, processes that are started import stock verl on the CPU."""
+    return patch.dict(os.environ, {**environment(flathead=False), "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"})
+
+
 @dataclass(frozen=True)
 class Run:
     """One engine and one micro-batch."""
@@ -39,14 +47,20 @@ class Run:
     repeat: int = 1  # of every length
     keys: tuple[str, ...] = ("log_probs", "entropy", "sum_pi_squared")
     per_sample_temperature: bool = False
-    engine_config: dict[str, Any] = field(default_factory=dict, hash=False)
+    tied: bool = False
+
+    def model(self) -> Any:
+        return tiny("llama", vocab_size=self.vocab, tie_word_embeddings=self.tied)
 
 
 @dataclass
 class Outcome:
-    values: dict[str, Tensor]  # packed
+    """Of one micro-batch: the packed statistics, the gradients, and bytes at most alive and in one piece."""
+
+    values: dict[str, Tensor]
     gradients: dict[str, Tensor]
     peak: int
+    largest: int
 
 
 def lengths(rank: int, run: Run) -> list[int]:
@@ -114,7 +128,7 @@ def build(run: Run) -> Any:
     from verl.workers.engine import EngineRegistry
 
     with tempfile.TemporaryDirectory() as path:
-        tiny("llama", vocab_size=run.vocab).save_pretrained(path)
+        run.model().save_pretrained(path)
         model_config = of.HFModelConfig(
             path=path,
             load_tokenizer=False,
@@ -130,25 +144,42 @@ def build(run: Run) -> Any:
             "entropy_checkpointing": run.checkpointing,
             "use_torch_compile": run.compiled,
             "model_dtype": "fp32",
-            **run.engine_config,
         }
         if run.engine == "automodel":
-            config = of.AutomodelEngineConfig(attn_implementation="eager", mp_param_dtype="fp32", **common)
+            mixed = {f"mp_{name}_dtype": "fp32" for name in ("param", "reduce", "output")}
+            config = of.AutomodelEngineConfig(attn_implementation="eager", **mixed, **common)
             optimizer = of.AutomodelOptimizerConfig(lr=1e-3, total_training_steps=10)
         else:
             mixed = {"param_dtype": run.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
             config = of.FSDPEngineConfig(strategy=run.engine, mixed_precision=mixed, **common)
             optimizer = of.FSDPOptimizerConfig(lr=1e-3, total_training_steps=10)
-        engine = EngineRegistry.new(
-            "language_model",
-            run.engine,
-            model_config=model_config,
-            engine_config=config,
-            optimizer_config=optimizer,
-            checkpoint_config=CheckpointConfig(),
-        )
-        engine.initialize()
+        with automodel_on_gloo() if run.engine == "automodel" else nullcontext():
+            engine = EngineRegistry.new(
+                "language_model",
+                run.engine,
+                model_config=model_config,
+                engine_config=config,
+                optimizer_config=optimizer,
+                checkpoint_config=CheckpointConfig(),
+            )
+            engine.initialize()
         return engine
+
+
+@contextmanager
+def automodel_on_gloo() -> Iterator[None]:
+    """verl does not say which backend Automodel's mesh is for, and NCCL is its default."""
+    from nemo_automodel.components.distributed import config
+
+    from flathead.engines._cpu import automodel_on_this_device, import_automodel
+
+    import_automodel()
+    with (
+        automodel_on_this_device(),
+        patch.object(config.FSDP2Config, "__init__", partialmethod(config.FSDP2Config.__init__, backend="gloo")),
+        patch("torch.cuda.empty_cache"),
+    ):
+        yield
 
 
 def train(engine: Any, rank: int, run: Run) -> Outcome:
@@ -161,13 +192,15 @@ def train(engine: Any, rank: int, run: Run) -> Outcome:
 
     with engine.train_mode():
         engine.optimizer_zero_grad()
-        with TensorMemory() as memory:
+        # verl runs Automodel in bf16, always: without it, what is compared is the statistics, not the model's rounding.
+        exact = patch("torch.autocast", lambda *_, **__: nullcontext()) if run.engine == "automodel" else nullcontext()
+        with TensorMemory() as memory, exact:
             engine.forward_backward_batch(micro_batch(rank, run), loss, forward_only=False)
         gradients = {
             name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).clone()
             for name, p in engine.module.named_parameters()
         }
-    return Outcome({name: value.detach() for name, value in kept.items()}, gradients, memory.peak)
+    return Outcome({name: value.detach() for name, value in kept.items()}, gradients, memory.peak, memory.largest)
 
 
 def outcome(rank: int, run: Run) -> Outcome:
@@ -187,8 +220,8 @@ def outcome(rank: int, run: Run) -> Outcome:
 def megatron_outcome(rank: int, run: Run, tp: int, sequence_parallel: bool) -> Outcome:
     """The forward step of verl's Megatron engine on a Megatron model that needs no Transformer Engine.
 
-    verl's own builder asks for that; the model is put where the builder would put it. Every rank has rank 0's batch; the
-    gradients are those of this rank's shards, and of the norms, summed over sequence parallel ranks.
+    verl's own builder asks for that; the model is put where the builder would put it. Every rank has rank 0's batch;
+    the gradients are those of this rank's shards, and of the norms, summed over sequence parallel ranks.
     """
     from flathead.config import McoreEngineConfig, OptimConfig
     from flathead.engines._cpu import on_this_device
@@ -196,7 +229,7 @@ def megatron_outcome(rank: int, run: Run, tp: int, sequence_parallel: bool) -> O
 
     import_verl()
     layout = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
-    frozen = tiny("llama", vocab_size=run.vocab).requires_grad_(False)
+    frozen = run.model().requires_grad_(False)
     model = MegatronEngine(frozen, McoreEngineConfig(dtype="float32", **layout), OptimConfig()).model
     model.requires_grad_(True)
     engine = _megatron_engine(model, run)
@@ -210,7 +243,7 @@ def megatron_outcome(rank: int, run: Run, tp: int, sequence_parallel: bool) -> O
         for name in gradients:
             if "norm" in name:
                 dist.all_reduce(gradients[name])
-    return Outcome({name: value.detach() for name, value in values.items()}, gradients, memory.peak)
+    return Outcome({name: value.detach() for name, value in values.items()}, gradients, memory.peak, memory.largest)
 
 
 def _megatron_engine(model: Any, run: Run) -> Any:
@@ -268,7 +301,7 @@ def _recorded(name: str, function: Callable[..., Any], calls: list[dict[str, Any
 
 def truth(world: int, run: Run) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
     """Of every rank the statistics, and the mean of the gradients: each sequence alone, in float64, by definition."""
-    model = tiny("llama", vocab_size=run.vocab).double()
+    model = run.model().double()
     model.config._attn_implementation = "eager"
     values, model_grads = [], {}
     for rank in range(world):
