@@ -82,7 +82,7 @@ def no_worse_in_bf16(rank: int, world: int) -> None:
     kept = counted(rank, run)
     for name, expected in values[rank].items():
         error = [float((one.values[name].double() - expected)[kept].norm()) for one in (got, stock)]
-            assert error[0] <= 1.05 * error[1], (name, error)
+        assert error[0] <= 1.05 * error[1], (name, error)
         assert got.values[name].dtype == torch.float32
 
 
@@ -174,11 +174,12 @@ _ENGINES = {
     **{f"automodel: {n}": partial(compare, run=run, stock_raises=raises) for n, (run, raises) in _AUTOMODEL.items()},
     **{f"megatron: {n}": partial(megatron, run=run, stock_raises=r) for n, (run, r) in _MEGATRON_RUNS.items()},
 }
+_FUSED_WIDE = Run(fused="torch", tied=True, chunk_size=16, **_WIDE)
 ONE_RANK = {
     **_ENGINES,
     "fsdp: less memory": partial(less_memory, run=Run(**_WIDE), matrices=6),
     "fsdp: less memory, padding": partial(less_memory, run=Run(remove_padding=False, **_WIDE), matrices=6),
-    "fsdp: less memory, fused": partial(less_memory, run=Run(fused="torch", tied=True, chunk_size=16, **_WIDE), matrices=4),
+    "fsdp: less memory, fused": partial(less_memory, run=_FUSED_WIDE, matrices=4),
     "fsdp: bf16": no_worse_in_bf16,
     "megatron: less memory": megatron_less_memory,
 }
