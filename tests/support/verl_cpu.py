@@ -1,11 +1,23 @@
-"""A CPU platform for verl, which knows only accelerators: the first of its external modules, in every process."""
+"""A CPU platform for verl, which knows only accelerators: the first of its external modules, in every process.
+
+verl asks for one backend of the CPU and one of the accelerator: here for gloo twice, which torch refuses.
+"""
 
 from contextlib import nullcontext
-from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+
+class _Device:
+    """torch.cpu, with an accelerator's memory, of which there is none."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "mem_get_info":
+            return lambda *_: (0, 0)
+        return getattr(torch.cpu, name, lambda *_, **__: 0)
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -14,8 +26,8 @@ class PlatformCPU(PlatformBase):
     vendor_name = "cpu"
 
     @property
-    def device_module(self) -> ModuleType:
-        return torch.cpu
+    def device_module(self) -> Any:
+        return _Device()
 
     def is_available(self) -> bool:
         return True
@@ -66,3 +78,10 @@ class PlatformCPU(PlatformBase):
 
     def cudart(self) -> Any:
         return None
+
+
+def _gloo_once(backend: str | None = None, **kwargs: Any) -> None:
+    _init_process_group("gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **kwargs)
+
+
+_init_process_group, dist.init_process_group = dist.init_process_group, _gloo_once
