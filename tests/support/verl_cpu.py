@@ -12,11 +12,15 @@ from verl.plugin.platform import PlatformBase, PlatformRegistry
 
 
 class _Device:
-    """torch.cpu, with an accelerator's memory, of which there is none."""
+    """torch.cpu, with an accelerator's functions, which have nothing to do here."""
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "CPU"
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return 0, 0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "mem_get_info":
-            return lambda *_: (0, 0)
         return getattr(torch.cpu, name, lambda *_, **__: 0)
 
 
@@ -69,6 +73,9 @@ class PlatformCPU(PlatformBase):
 
     def ray_resource_name(self) -> str:
         return "CPU"
+
+    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+        return {"num_cpus": num_gpus}
 
     def ray_noset_envvars(self) -> list[str]:
         return []
