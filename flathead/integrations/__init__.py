@@ -1,0 +1,1 @@
+"""Flathead inside other people's trainers: one line each."""
