@@ -235,6 +235,18 @@ def test_masked_tokens_cost_nothing() -> None:
     assert masked > 0 and stock - ours == 2 * masked * model.lm_head.weight.numel()
 
 
+def test_a_head_of_another_dtype_than_the_hidden_states() -> None:
+    _, fused, call = scoring("llama", 1.0, ("log_probs", "entropy"), tie_word_embeddings=False)
+    fused.bfloat16().lm_head.float()
+    stock = fused(**call, fused_lm_head=True)
+    with applying():
+        out = fused(**call, fused_lm_head=True)
+    torch.testing.assert_close(out.log_probs, stock.log_probs, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out.entropy, stock.entropy, rtol=1e-2, atol=1e-2)
+    (out.log_probs + out.entropy).sum().backward()
+    assert fused.lm_head.weight.grad.dtype == torch.float32
+
+
 @pytest.mark.usefixtures("applied")
 def test_a_batch_without_any_label_gives_zero_and_zero_gradients() -> None:
     _, fused, call = scoring("llama", 1.0, ("log_probs", "entropy"))

@@ -190,5 +190,6 @@ def test_after_a_trainer_was_built_it_is_too_late() -> None:
     trainer = _BaseTrainer.__new__(_BaseTrainer)  # alive is what counts
     with pytest.raises(RuntimeError, match=r"got a living _BaseTrainer: nothing was replaced; import .* before"):
         flat.apply()
+    trainer.itself = trainer  # nobody holds it any more, but only the collector sees that
     del trainer
     flat.apply()
