@@ -11,9 +11,10 @@ ARGS ?=
 JOBS ?= 2
 # Tests of these run in .venv, and of BACKENDS each in an environment of its own, with constraints/NAME.txt.
 BACKENDS_HERE := fsdp megatron
-BACKENDS ?= torchtitan automodel veomni
-# Of these the package is installed without what it asks for: it is not needed here, and asks for another torch.
-ALONE := veomni
+BACKENDS ?= torchtitan automodel veomni verl
+# Installed without what they ask for: that is not needed here, and asks for another torch or transformers.
+ALONE_veomni := veomni
+ALONE_verl := nemo-automodel
 comma := ,
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.flathead-installed
@@ -48,8 +49,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(BACKENDS:%=$(VENV)-%/.flathead-installed): $(VENV)-%/.flathead-installed: pyproject.toml constraints/%.txt
 	$(MAKE_ENVIRONMENT)
-	$(PIP) --constraint constraints/$*.txt --editable ".[train-no-model,test$(addprefix $(comma),$(filter-out $(ALONE),$*))]"
-	$(if $(filter $(ALONE),$*),$(PIP) --constraint constraints/$*.txt --no-deps $*)
+	$(PIP) --constraint constraints/$*.txt --editable ".[train-no-model,test$(addprefix $(comma),$(filter-out $(ALONE_$*),$*))]"
+	$(if $(ALONE_$*),$(PIP) --constraint constraints/$*.txt --no-deps $(ALONE_$*))
 	@echo "$(CURDIR)" > $@
 
 train: $(INSTALLED)

@@ -33,6 +33,15 @@ BACKENDS = {
         ("engine_contract/test_automodel.py", "test_automodel_engine.py", "test_trainer_automodel.py"),
     ),
     "veomni": ("veomni", ("engine_contract/test_veomni.py", "test_veomni_engine.py", "test_trainer_veomni.py")),
+    "verl": (
+        "verl",
+        (
+            "hosts/test_verl.py",
+            "hosts/test_verl_ranks.py",
+            "hosts/test_verl_functions.py",
+            "hosts/test_verl_job.py",
+        ),
+    ),
 }
 
 
