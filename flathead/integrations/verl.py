@@ -7,6 +7,9 @@ FSDP, VeOmni, Automodel, TorchTitan and Megatron, each where its package is inst
 signature is not what it was in the verl this was tested with, nothing.
 """
 
+# pyright: reportMissingImports=false
+# verl is not installed where this is checked.
+
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -130,6 +133,8 @@ def apply() -> None:
     if not replaced():
         _REPLACEMENT.sites = _sites()
     _REPLACEMENT.apply()
+    # A warning, since verl shows nothing less: whether a run uses Flathead must be seen in its log.
+    log.warning("flathead: in verl %s, in the place of %d of its names", _REPLACEMENT.version(), len(replaced()))
 
 
 def remove() -> None:

@@ -8,6 +8,9 @@ follow: gather over sequence parallel ranks, drop padding, one jagged tensor a s
 Top-k distillation reads scaled logits itself: it keeps verl's way, through the functions of `verl_stats`.
 """
 
+# pyright: reportMissingImports=false
+# verl is not installed where this is checked.
+
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

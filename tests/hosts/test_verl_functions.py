@@ -169,13 +169,17 @@ def test_fused_head(fused: str) -> None:
         torch.testing.assert_close(got.double(), value, rtol=1e-4, atol=1e-4)
 
 
-def test_stock_functions_come_back() -> None:
+def test_stock_functions_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    """And the log has said, where verl shows it, that they were replaced."""
     from verl.utils import torch_functional
     from verl.workers.engine.fsdp import transformer_impl
 
     stock = torch_functional.entropy_from_logits, transformer_impl.logprobs_from_logits
     flathead_in_verl.apply()
     replaced = flathead_in_verl.replaced()
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"flathead: in verl 0.9.1, in the place of {len(replaced)} of its names"
+    ]
     assert torch_functional.entropy_from_logits is not stock[0]
     assert transformer_impl.logprobs_from_logits is not stock[1]
     flathead_in_verl.remove()
