@@ -1,7 +1,5 @@
-"""verl's vocabulary functions, called as verl's own modules call them, and what is refused when Flathead is applied."""
+"""verl's vocabulary functions, called as verl's own modules call them."""
 
-import importlib.metadata
-import importlib.util
 import os
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,10 +15,11 @@ os.environ.update(environment(flathead=False))  # before verl is imported, here 
 
 from flathead.integrations import verl as flathead_in_verl
 
-flathead_in_verl.remove()  # importing applied it; each test says what it wants
+if flathead_in_verl.replaced():  # importing it the first time applied it; each test says what it wants
+    flathead_in_verl.remove()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def functions() -> Iterator[SimpleNamespace]:
     """As bound in the modules that use them, not where they are defined."""
     from verl.utils import torch_functional
@@ -141,7 +140,7 @@ def test_response_log_probs_go_through_flathead(functions: SimpleNamespace) -> N
 
 
 @pytest.mark.parametrize("fused", ["linear", "kernel"])
-def test_fused_head(fused: str) -> None:
+def test_fused_head(functions: SimpleNamespace, fused: str) -> None:
     """verl's two fused heads, of hidden states (B, T, H)."""
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
     from verl.utils.kernel import linear_cross_entropy
@@ -150,14 +149,10 @@ def test_fused_head(fused: str) -> None:
     hidden = torch.randn(2, 5, 16, generator=generator, requires_grad=True)
     weight = torch.randn(40, 16, generator=generator, requires_grad=True)
     labels = torch.randint(40, (2, 5), generator=generator)
-    flathead_in_verl.apply()
-    try:
-        if fused == "linear":
-            log_prob, entropy = FusedLinearForPPO()(hidden, weight, labels, temperature=0.7)
-        else:
-            log_prob, entropy = linear_cross_entropy.linear_cross_entropy(hidden, weight, labels, 0.7, "none")
-    finally:
-        flathead_in_verl.remove()
+    if fused == "linear":
+        log_prob, entropy = FusedLinearForPPO()(hidden, weight, labels, temperature=0.7)
+    else:
+        log_prob, entropy = linear_cross_entropy.linear_cross_entropy(hidden, weight, labels, 0.7, "none")
     exact = [hidden.detach().double().requires_grad_(), weight.detach().double().requires_grad_()]
     ln_p = (exact[0] @ exact[1].T / 0.7).log_softmax(-1)
     wanted = ln_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(ln_p.exp() * ln_p).sum(-1)
@@ -167,86 +162,3 @@ def test_fused_head(fused: str) -> None:
     truth = torch.autograd.grad(((wanted[0] + 0.3 * wanted[1]) * _places(wanted[0])).sum(), exact)
     for got, value in zip(grads, truth, strict=True):
         torch.testing.assert_close(got.double(), value, rtol=1e-4, atol=1e-4)
-
-
-def test_stock_functions_come_back(caplog: pytest.LogCaptureFixture) -> None:
-    """And the log has said, where verl shows it, that they were replaced."""
-    from verl.utils import torch_functional
-    from verl.workers.engine.fsdp import transformer_impl
-
-    stock = torch_functional.entropy_from_logits, transformer_impl.logprobs_from_logits
-    flathead_in_verl.apply()
-    replaced = flathead_in_verl.replaced()
-    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
-        f"flathead: in verl 0.9.1, in the place of {len(replaced)} of its names"
-    ]
-    assert torch_functional.entropy_from_logits is not stock[0]
-    assert transformer_impl.logprobs_from_logits is not stock[1]
-    flathead_in_verl.remove()
-    assert (torch_functional.entropy_from_logits, transformer_impl.logprobs_from_logits) == stock
-    assert flathead_in_verl.replaced() == []
-    named = {name.rpartition(".")[2] for name, _ in replaced}
-    assert {"entropy_from_logits", "_lm_head_logits_processor", "vocab_parallel_entropy", "forward_step"} <= named
-
-
-def test_applied_twice() -> None:
-    flathead_in_verl.apply()
-    try:
-        with pytest.raises(RuntimeError, match=r"verl\.apply: expected stock verl, got one replaced already"):
-            flathead_in_verl.apply()
-    finally:
-        flathead_in_verl.remove()
-    with pytest.raises(RuntimeError, match=r"verl\.remove: expected verl with Flathead in it, got stock"):
-        flathead_in_verl.remove()
-
-
-def test_moved_name_and_changed_signature_leave_verl_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both are named in one message, and nothing is half replaced."""
-    from verl.utils import torch_functional
-
-    stock = torch_functional.logprobs_from_logits
-    monkeypatch.delattr(torch_functional, "entropy_from_logits")
-    monkeypatch.setattr(torch_functional, "logprobs_from_logits_v2", lambda logits, labels, temperature: None)
-    with pytest.raises(RuntimeError) as raised:
-        flathead_in_verl.apply()
-    message = str(raised.value)
-    assert "entropy_from_logits: expected (logits), got no such name" in message
-    assert "logprobs_from_logits_v2: expected (logits, labels), got (logits, labels, temperature)" in message
-    assert "verl 0.9.1 does not fit, nothing was replaced; pip install verl==0.9.1" in message
-    assert torch_functional.logprobs_from_logits is stock
-    assert flathead_in_verl.replaced() == []
-
-
-def test_neighbouring_version_with_the_same_names_is_taken_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.9.2")
-    with pytest.warns(UserWarning, match=r"tested with verl 0\.9\.1; 0\.9\.2 has the same names"):
-        flathead_in_verl.apply()
-    flathead_in_verl.remove()
-
-
-def test_too_late() -> None:
-    """An engine that was built keeps what it took from verl."""
-    from verl.workers.engine import FSDPEngineWithLMHead
-
-    engine = FSDPEngineWithLMHead.__new__(FSDPEngineWithLMHead)
-    with pytest.raises(RuntimeError, match=r"got a living FSDPEngineWithLMHead: nothing was replaced; import flathead"):
-        flathead_in_verl.apply()
-    del engine
-    flathead_in_verl.apply()
-    flathead_in_verl.remove()
-
-
-def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'flathead\[verl\]'"):
-        flathead_in_verl.apply()
-
-
-def test_sum_pi_squared_of_a_fused_head_that_does_not_make_it() -> None:
-    """VeOmni's, for one: an error that says what to set, not a missing output."""
-    from flathead.integrations.verl_engines import _left_by_fused_head
-
-    with pytest.raises(
-        NotImplementedError, match="calculate_sum_pi_squared: expected False with use_fused_kernels=True"
-    ):
-        _left_by_fused_head(object())

@@ -39,6 +39,7 @@ BACKENDS = {
             "hosts/test_verl.py",
             "hosts/test_verl_ranks.py",
             "hosts/test_verl_functions.py",
+            "hosts/test_verl_applying.py",
             "hosts/test_verl_job.py",
         ),
     ),
