@@ -204,9 +204,14 @@ def train(engine: Any, rank: int, run: Run) -> Outcome:
 
 
 def outcome(rank: int, run: Run) -> Outcome:
+    """Of FSDP's or Automodel's engine. The import is made from a frame that holds no engine."""
+    import_verl()
+    return _outcome(rank, run)
+
+
+def _outcome(rank: int, run: Run) -> Outcome:
     from transformers import LlamaForCausalLM
 
-    import_verl()
     forward = LlamaForCausalLM.forward  # which verl replaces for its fused kernels, and leaves so
     engine = build(run)
     try:
@@ -227,7 +232,6 @@ def megatron_outcome(rank: int, run: Run, tp: int, sequence_parallel: bool) -> O
     from flathead.engines._cpu import on_this_device
     from flathead.engines.megatron import MegatronEngine
 
-    import_verl()
     layout = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
     frozen = run.model().requires_grad_(False)
     model = MegatronEngine(frozen, McoreEngineConfig(dtype="float32", **layout), OptimConfig()).model
