@@ -193,7 +193,11 @@ def test_ctrl_c_while_the_model_loads_ends_at_once(
         pytest.fail("the signal was put off")
 
     monkeypatch.setattr("flathead.trainer.load_model", load)
-    assert main(command(model, tmp_path / "run")) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where tests run in the background
+    try:
+        assert main(command(model, tmp_path / "run")) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "interrupted" in capsys.readouterr().err
 
 

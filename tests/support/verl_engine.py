@@ -118,6 +118,7 @@ def micro_batch(rank: int, run: Run) -> Any:
 
 def import_verl() -> None:
     """Before any engine: some import keeps an exception, and with it the frame that was importing."""
+    import verl.models.mcore.model_forward_fused
     import verl.workers.config
     import verl.workers.engine  # noqa: F401  # for its effect
 
